@@ -1,0 +1,116 @@
+// kivi::KVCache: a quantised key/value cache for one attention layer (KIVI, arXiv 2402.02750), with attention computed
+// straight from the packed codes. In TorchScript and Python the same class is torch.classes.kivi.KVCache.
+//
+//   kivi::KVCache cache(/*num_kv_heads=*/8, /*head_dim=*/128);   // one per layer
+//   at::Tensor out = cache.forward(q, k, v);                     // prefill, chunked prefill, decode, verify alike
+//
+// Tensors are [B, H, T, D] as in scaled_dot_product_attention. Batch size, dtype and device are those of the first
+// tensors. Of n tokens the first `sink_length` are exact, the next floor(max(0, n - sink - R) / G) * G are quantised,
+// the rest exact. Rows of a batch may have different lengths. Every error is a c10::Error that names the argument, and
+// leaves the cache as it was. A cache is used by one thread at a time; different caches share nothing.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/custom_class.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kivi/export.h"
+#include "kivi/format.h"
+
+namespace kivi {
+
+// What to build a cache from.
+struct CacheOptions {
+  int64_t num_kv_heads = 0;                              // kv heads of one layer
+  int64_t head_dim = 0;                                  // channels of a key and a query
+  std::optional<int64_t> value_head_dim = std::nullopt;  // channels of a value and an output; none: as head_dim
+  int64_t k_bits = 2;                                    // 1, 2, 3, 4 or 8
+  int64_t v_bits = 2;
+  int64_t group_size = 32;              // 16, 32, 64 or 128
+  int64_t residual_length = 128;        // the newest tokens, always exact
+  int64_t sink_length = 4;              // the first tokens, always exact
+  std::string precision = "fast";       // "fast": int16 products; "exact": fp32
+  bool range_search = false;            // search the best of the ranges shrunk by 0.90 to 1.00 when quantising
+  std::string scale_dtype = "float16";  // or "float32": the stored scale and zero
+};
+
+// How a query attends. The meaning of the fields is that of scaled_dot_product_attention where it has them.
+struct AttentionOptions {
+  std::optional<at::Tensor> attn_mask =
+      std::nullopt;                            // bool (true = keep) or float (added), broadcastable to [B, Hq, Lq, Lk]
+  bool is_causal = true;                       // bottom-right aligned: the last query sees every key
+  std::optional<double> scale = std::nullopt;  // default 1 / sqrt(head_dim)
+  double softcap = 0.0;                        // > 0: score = softcap * tanh(score / softcap)
+  int64_t window = 0;                          // > 0: a query sees its own and the window - 1 tokens before it
+  std::optional<at::Tensor> sinks = std::nullopt;  // [Hq] learned sink logits that join the denominator
+  std::optional<at::Tensor> alibi_slopes =
+      std::nullopt;  // [Hq] or [B, Hq]: score += slope * (key position - query position)
+};
+
+class KIVI_API KVCache : public torch::CustomClassHolder {
+ public:
+  explicit KVCache(const CacheOptions& options);
+  // The same values by position, as in TorchScript and Python.
+  KVCache(int64_t num_kv_heads, int64_t head_dim, std::optional<int64_t> value_head_dim = std::nullopt,
+          int64_t k_bits = 2, int64_t v_bits = 2, int64_t group_size = 32, int64_t residual_length = 128,
+          int64_t sink_length = 4, const std::string& precision = "fast", bool range_search = false,
+          const std::string& scale_dtype = "float16");
+  ~KVCache() override;
+
+  // Attention of q [B, Hq, T, D] over everything cached plus the new k [B, Hkv, T, D] and v [B, Hkv, T, Dv], which are
+  // used exactly; then k and v are appended. Hq is a multiple of Hkv. Returns [B, Hq, T, Dv] in q's dtype. With
+  // `lengths` [B] (int64) row b takes its first lengths[b] tokens and its other query rows give 0.
+  at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const AttentionOptions& options = {}, const std::optional<at::Tensor>& lengths = std::nullopt);
+
+  // Appends k and v; padding beyond lengths[b] is never read.
+  void append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths = std::nullopt);
+
+  // Attention of q [B, Hq, Lq, D] over the cache; the last query row is aligned with the newest token. With no key to
+  // see: 0.
+  at::Tensor attend(const at::Tensor& q, const AttentionOptions& options = {}) const;
+  // The same, with the log-sum-exp of the scores, [B, Hq, Lq] float32.
+  std::tuple<at::Tensor, at::Tensor> attend_with_lse(const at::Tensor& q, const AttentionOptions& options = {}) const;
+
+  int64_t length() const;            // tokens of the longest row
+  at::Tensor lengths() const;        // [B] int64
+  int64_t quantized_length() const;  // quantised tokens of the longest row
+  at::Tensor quantized_lengths() const;
+  int64_t batch_size() const;  // 0 before the first tensors
+  bool empty() const;          // no row holds a token
+  // Bytes of all storages that the cache holds, each counted once.
+  int64_t nbytes() const;
+
+  // The cached keys and values, [B, Hkv, length(), D] and [..., Dv], in the cache's dtype; exact tokens as they came.
+  // Slots past the length of a shorter row are 0.
+  std::tuple<at::Tensor, at::Tensor> dequantize() const;
+
+  void truncate(int64_t n);                   // keep the first n tokens of every row (n >= length: nothing happens)
+  void reorder(const at::Tensor& rows);       // [B] int64: row b becomes the old row rows[b] (beam search)
+  void select(const at::Tensor& rows);        // [N] int64, any N: the batch becomes the rows named
+  void repeat_interleave(int64_t n);          // each row n times, sharing its pages
+  void reset();                               // empty; batch, dtype and device are free again
+  void reserve(int64_t tokens);               // room for `tokens` per row (needs a first append)
+  c10::intrusive_ptr<KVCache> clone() const;  // shares nothing with this cache
+
+  const Format& format() const;
+  const CacheOptions& options() const;
+
+  // The saved form: version, format and true lengths, tensors trimmed to what is held.
+  using State = std::tuple<std::string, std::vector<int64_t>, std::vector<at::Tensor>>;
+  State state() const;
+  static c10::intrusive_ptr<KVCache> from_state(const State& state);
+
+  struct Impl;
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kivi

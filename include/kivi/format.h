@@ -1,0 +1,191 @@
+// The storage format of a quantised KV cache, described once for the CPU and CUDA kernels, the Meta kernels, the tests
+// and the saved state. No torch header here. The method is KIVI (arXiv 2402.02750, section 3): keys are quantised per
+// channel along tokens, values per token along channels, asymmetrically between the minimum and the maximum of a group.
+//
+// Block record: `group_size` tokens of one kv head in one run of bytes, 64-byte aligned:
+//
+//   K codes | K scale [D] | K zero [D] | V codes | V scale [ceil(Dv/G)][G] | V zero [ceil(Dv/G)][G]
+//
+// Codes stand in 32-bit little-endian words along the axis that attention contracts: a K word holds consecutive
+// channels of one token, a V word consecutive tokens of one channel. Element e of a word of B-bit codes sits at bit
+// B*(e/2) + 16*(e%2), so that elements 2j and 2j+1 stand at the same place of the two 16-bit halves: one operand of a
+// 16-bit multiply-add pair on a CPU, one `half2` on a GPU. 3-bit codes are two planes: the low 2 bits, then the high
+// bit, each laid out like a code of its own. Words lie side by side in lines of 64 bytes: a K line is one word of 16
+// tokens, a V line one word of 16 channels, in natural order; K lines are ordered [token / 16][word], V lines
+// [word][channel / 16]. A vector register then holds tokens (K) or channels (V) and needs no shuffle. Putting entries i
+// and i+8 of a line side by side would save a GPU 4 of 622 instructions per 64 tokens and cost a CPU with AVX2 about a
+// quarter cycle of 14 per token and head, so the order is the natural one.
+//
+// Page: 128 tokens of all kv heads, [num_kv_heads][128 / group_size] records: the unit of the pool and of sharing.
+#pragma once
+
+#include <cstdint>
+
+namespace kivi {
+
+inline constexpr int64_t kFormatVersion = 1;
+inline constexpr int64_t kPageTokens = 128;  // a multiple of every group size
+inline constexpr int64_t kLineBytes = 64;    // a cache line, and 16 words
+inline constexpr int64_t kLineLanes = 16;
+inline constexpr int64_t kMaxHeadDim = 1024;
+
+// How scale and zero are stored in a record. kWidened is what a float16 cache becomes when a group leaves float16's
+// range: stored as float32, yet still rounded to float16 wherever they fit, so that no code depends on when the
+// widening happened.
+enum class ScaleType : uint8_t { kFloat16 = 16, kFloat32 = 32, kWidened = 48 };
+
+// What one cache looks like. Sizes in tokens and channels.
+struct Format {
+  int64_t num_kv_heads = 0;
+  int64_t head_dim = 0;        // D, of keys and queries
+  int64_t value_head_dim = 0;  // Dv, of values and outputs
+  int64_t k_bits = 2;          // 1, 2, 3, 4 or 8
+  int64_t v_bits = 2;
+  int64_t group_size = 32;        // G: 16, 32, 64 or 128
+  int64_t residual_length = 128;  // R: the newest tokens, always exact
+  int64_t sink_length = 4;        // the first tokens, always exact
+  ScaleType scale_type = ScaleType::kFloat16;
+  bool range_search = false;  // encode with the best of the ranges shrunk by 0.90 to 1.00
+
+  friend constexpr bool operator==(const Format& a, const Format& b) {
+    return a.num_kv_heads == b.num_kv_heads && a.head_dim == b.head_dim && a.value_head_dim == b.value_head_dim &&
+           a.k_bits == b.k_bits && a.v_bits == b.v_bits && a.group_size == b.group_size &&
+           a.residual_length == b.residual_length && a.sink_length == b.sink_length && a.scale_type == b.scale_type &&
+           a.range_search == b.range_search;
+  }
+  friend constexpr bool operator!=(const Format& a, const Format& b) { return !(a == b); }
+};
+
+// 64-bit size arithmetic that remembers an overflow instead of wrapping.
+struct CheckedSize {
+  int64_t value = 0;
+  bool ok = true;
+  constexpr CheckedSize(int64_t v = 0, bool valid = true) : value(v), ok(valid && v >= 0) {}  // NOLINT: implicit
+};
+
+constexpr CheckedSize operator+(CheckedSize a, CheckedSize b) {
+  int64_t r = 0;
+  const bool over = __builtin_add_overflow(a.value, b.value, &r);
+  return {over ? 0 : r, a.ok && b.ok && !over};
+}
+
+constexpr CheckedSize operator*(CheckedSize a, CheckedSize b) {
+  int64_t r = 0;
+  const bool over = __builtin_mul_overflow(a.value, b.value, &r);
+  return {over ? 0 : r, a.ok && b.ok && !over};
+}
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+constexpr bool is_valid_bits(int64_t bits) { return bits == 1 || bits == 2 || bits == 3 || bits == 4 || bits == 8; }
+constexpr bool is_valid_group_size(int64_t g) { return g == 16 || g == 32 || g == 64 || g == 128; }
+
+// The planes of a code: 3 bits are stored as 2 + 1, every other width as one plane.
+constexpr int num_planes(int64_t bits) { return bits == 3 ? 2 : 1; }
+constexpr int64_t plane_bits(int64_t bits, int plane) { return bits == 3 ? (plane == 0 ? 2 : 1) : bits; }
+// The weight of a plane's code in the whole code.
+constexpr int64_t plane_weight(int plane) { return plane == 0 ? 1 : 4; }
+
+// Bit of element e in a word of B-bit codes.
+constexpr int code_bit(int64_t bits, int64_t e) { return static_cast<int>(bits * (e / 2) + 16 * (e % 2)); }
+constexpr int64_t codes_per_word(int64_t bits) { return 32 / bits; }
+
+// Offsets and sizes inside one record, in bytes from its start unless said otherwise.
+struct RecordLayout {
+  int64_t k_channels = 0;           // D rounded up to a line of 16; the added channels hold code, scale and zero 0
+  int64_t v_channels = 0;           // Dv rounded up likewise
+  int64_t v_groups = 0;             // ceil(Dv / G); the last group may be short
+  int64_t k_words[2] = {0, 0};      // words per token, by plane
+  int64_t v_words[2] = {0, 0};      // words per channel, by plane
+  int64_t k_codes[2] = {0, 0};      // plane p: lines [G / 16][k_words[p]]
+  int64_t k_scale = 0, k_zero = 0;  // [k_channels]
+  int64_t v_codes[2] = {0, 0};      // plane p: lines [v_words[p]][v_channels / 16]
+  int64_t v_scale = 0, v_zero = 0;  // [v_groups][G]
+  int64_t scale_bytes = 2;          // of one scale or zero: 2 or 4
+  int64_t bytes = 0;                // of the whole record, a multiple of 64
+};
+
+// Needs a format that `format_error` accepts. Sections start on multiples of 64 bytes.
+constexpr RecordLayout record_layout(const Format& f) {
+  RecordLayout r;
+  r.scale_bytes = f.scale_type == ScaleType::kFloat16 ? 2 : 4;
+  r.k_channels = round_up(f.head_dim, kLineLanes);
+  r.v_channels = round_up(f.value_head_dim, kLineLanes);
+  r.v_groups = ceil_div(f.value_head_dim, f.group_size);
+  int64_t at = 0;
+  for (int p = 0; p < num_planes(f.k_bits); p++) {
+    r.k_words[p] = ceil_div(r.k_channels, codes_per_word(plane_bits(f.k_bits, p)));
+    r.k_codes[p] = at;
+    at += f.group_size / kLineLanes * r.k_words[p] * kLineBytes;
+  }
+  r.k_scale = at;
+  at += round_up(r.k_channels * r.scale_bytes, kLineBytes);
+  r.k_zero = at;
+  at += round_up(r.k_channels * r.scale_bytes, kLineBytes);
+  for (int p = 0; p < num_planes(f.v_bits); p++) {
+    r.v_words[p] = ceil_div(f.group_size, codes_per_word(plane_bits(f.v_bits, p)));
+    r.v_codes[p] = at;
+    at += r.v_words[p] * (r.v_channels / kLineLanes) * kLineBytes;
+  }
+  r.v_scale = at;
+  at += round_up(r.v_groups * f.group_size * r.scale_bytes, kLineBytes);
+  r.v_zero = at;
+  at += round_up(r.v_groups * f.group_size * r.scale_bytes, kLineBytes);
+  r.bytes = at;
+  return r;
+}
+
+// Bytes of one page: [num_kv_heads][128 / G] records. Needs a format that `format_error` accepts.
+constexpr CheckedSize page_bytes(const Format& f) {
+  return CheckedSize(f.num_kv_heads) * CheckedSize(kPageTokens / f.group_size) * CheckedSize(record_layout(f).bytes);
+}
+
+// Slots of the ring that holds the exact window: R + G tokens, rounded up so that a group never wraps around.
+constexpr int64_t window_capacity(const Format& f) { return round_up(f.residual_length, f.group_size) + f.group_size; }
+
+// Of a sequence of n tokens: how many are quantised. They follow the first `sink_length` tokens; the others are exact.
+constexpr int64_t quantized_count(const Format& f, int64_t n) {
+  const int64_t over = n - f.sink_length - f.residual_length;
+  return over > 0 ? over / f.group_size * f.group_size : 0;
+}
+
+// Null if the format can be stored, else which field is wrong and what it may be; `*value` is what it was.
+constexpr const char* format_error(const Format& f, int64_t* value) {
+  const auto bad = [value](int64_t v, const char* what) {
+    *value = v;
+    return what;
+  };
+  if (f.num_kv_heads < 1 || f.num_kv_heads > 65536) return bad(f.num_kv_heads, "num_kv_heads must be 1 to 65536");
+  if (f.head_dim < 1 || f.head_dim > kMaxHeadDim) return bad(f.head_dim, "head_dim must be 1 to 1024");
+  if (f.value_head_dim < 1 || f.value_head_dim > kMaxHeadDim) {
+    return bad(f.value_head_dim, "value_head_dim must be 1 to 1024");
+  }
+  if (!is_valid_bits(f.k_bits)) return bad(f.k_bits, "k_bits must be 1, 2, 3, 4 or 8");
+  if (!is_valid_bits(f.v_bits)) return bad(f.v_bits, "v_bits must be 1, 2, 3, 4 or 8");
+  if (!is_valid_group_size(f.group_size)) return bad(f.group_size, "group_size must be 16, 32, 64 or 128");
+  if (f.residual_length < 0 || f.residual_length > (int64_t{1} << 30)) {
+    return bad(f.residual_length, "residual_length must be 0 to 2^30");
+  }
+  if (f.sink_length < 0 || f.sink_length > (int64_t{1} << 30)) {
+    return bad(f.sink_length, "sink_length must be 0 to 2^30");
+  }
+  if (f.scale_type != ScaleType::kFloat16 && f.scale_type != ScaleType::kFloat32 &&
+      f.scale_type != ScaleType::kWidened) {
+    return bad(static_cast<int64_t>(f.scale_type), "scale_type must be 16 (float16), 32 (float32) or 48 (widened)");
+  }
+  return nullptr;
+}
+
+// D = 128, G = 32: 96 bytes per token and kv head at 2 bits, 160 at 4 bits (fp16: 512).
+namespace detail {
+constexpr Format example_format(int64_t bits) {
+  Format f;
+  f.num_kv_heads = 1, f.head_dim = f.value_head_dim = 128, f.k_bits = f.v_bits = bits;
+  return f;
+}
+static_assert(record_layout(example_format(2)).bytes == 96 * 32, "the record is the published one");
+static_assert(record_layout(example_format(4)).bytes == 160 * 32, "the record is the published one");
+}  // namespace detail
+
+}  // namespace kivi

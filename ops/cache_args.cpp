@@ -1,0 +1,167 @@
+// Checks of the arguments of the cache operators; see cache_args.h.
+#include "ops/cache_args.h"
+
+namespace kivi {
+
+std::vector<int64_t> format_to_ints(const Format& f) {
+  return {kFormatVersion,
+          f.num_kv_heads,
+          f.head_dim,
+          f.value_head_dim,
+          f.k_bits,
+          f.v_bits,
+          f.group_size,
+          f.residual_length,
+          f.sink_length,
+          static_cast<int64_t>(f.scale_type),
+          f.range_search ? 1 : 0};
+}
+
+Format format_from_ints(at::IntArrayRef ints) {
+  constexpr size_t kFields = 11;
+  TORCH_CHECK_VALUE(ints.size() == kFields, "format must have ", kFields, " integers (see cache_format), got ",
+                    ints.size());
+  TORCH_CHECK_VALUE(ints[0] == kFormatVersion, "format has version ", ints[0], ", but this library reads version ",
+                    kFormatVersion);
+  TORCH_CHECK_VALUE(ints[9] == 16 || ints[9] == 32 || ints[9] == 48,
+                    "format: scale_type must be 16 (float16), 32 (float32) or 48 (widened), got ", ints[9]);
+  TORCH_CHECK_VALUE(ints[10] == 0 || ints[10] == 1, "format: range_search must be 0 or 1, got ", ints[10]);
+  Format f;
+  f.num_kv_heads = ints[1];
+  f.head_dim = ints[2];
+  f.value_head_dim = ints[3];
+  f.k_bits = ints[4];
+  f.v_bits = ints[5];
+  f.group_size = ints[6];
+  f.residual_length = ints[7];
+  f.sink_length = ints[8];
+  f.scale_type = static_cast<ScaleType>(ints[9]);
+  f.range_search = ints[10] == 1;
+  check_format(f);
+  return f;
+}
+
+namespace {
+
+void check_exact_part(const char* name, const at::Tensor& t, const c10::SymInt& batch, const Format& f, int64_t slots,
+                      int64_t channels, at::ScalarType dtype, at::Device device) {
+  check_same_device(name, t, "pool", device);
+  check_same_dtype(name, t, "window_k", dtype);
+  check_rank(name, t, 4, "[B, Hkv, slots, channels]");
+  check_size(name, t, 0, "batch size", batch, "lengths has");
+  check_size(name, t, 1, "head count", f.num_kv_heads, "the format has num_kv_heads");
+  check_size(name, t, 2, "token slots", slots, "the format wants");
+  check_size(name, t, 3, "channels", channels, "the format has");
+  check_contiguous(name, t);
+}
+
+}  // namespace
+
+c10::SymInt check_cache(const CacheTensors& c, const Format& f) {
+  const at::Device device = c.pool.device();
+  check_dtype("pool", c.pool, at::kByte);
+  check_rank("pool", c.pool, 2, "[pages, page_bytes]");
+  check_size("pool", c.pool, 1, "page size", page_bytes(f).value, "the format has page_bytes");
+  check_contiguous("pool", c.pool);
+  check_same_device("lengths", c.lengths, "pool", device);
+  check_dtype("lengths", c.lengths, at::kLong);
+  check_rank("lengths", c.lengths, 1, "[B]");
+  check_contiguous("lengths", c.lengths);
+  const c10::SymInt batch = c.lengths.sym_size(0);
+  check_same_device("quantized_lengths", c.quantized_lengths, "pool", device);
+  check_dtype("quantized_lengths", c.quantized_lengths, at::kLong);
+  check_rank("quantized_lengths", c.quantized_lengths, 1, "[B]");
+  check_size("quantized_lengths", c.quantized_lengths, 0, "batch size", batch, "lengths has");
+  check_contiguous("quantized_lengths", c.quantized_lengths);
+  check_same_device("block_table", c.block_table, "pool", device);
+  check_dtype("block_table", c.block_table, at::kInt);
+  check_rank("block_table", c.block_table, 2, "[B, max_pages]");
+  check_size("block_table", c.block_table, 0, "batch size", batch, "lengths has");
+  check_contiguous("block_table", c.block_table);
+  check_floating("window_k", c.window_k);
+  const at::ScalarType dtype = c.window_k.scalar_type();
+  check_exact_part("sink_k", c.sink_k, batch, f, f.sink_length, f.head_dim, dtype, device);
+  check_exact_part("sink_v", c.sink_v, batch, f, f.sink_length, f.value_head_dim, dtype, device);
+  check_exact_part("window_k", c.window_k, batch, f, window_capacity(f), f.head_dim, dtype, device);
+  check_exact_part("window_v", c.window_v, batch, f, window_capacity(f), f.value_head_dim, dtype, device);
+  return batch;
+}
+
+void check_new_tokens(const NewTokenNames& names, const at::Tensor& k, const at::Tensor& v,
+                      const std::optional<at::Tensor>& lengths, const c10::SymInt& batch, const Format& f,
+                      at::ScalarType cache_dtype, at::Device device) {
+  check_same_device(names.k, k, "the cache", device);
+  check_same_device(names.v, v, "the cache", device);
+  check_floating(names.k, k);
+  check_same_dtype(names.v, v, names.k, k.scalar_type());
+  check_same_dtype(names.k, k, "the cache", cache_dtype);
+  check_rank(names.k, k, 4, "[B, Hkv, T, D]");
+  check_rank(names.v, v, 4, "[B, Hkv, T, Dv]");
+  check_size(names.k, k, 0, "batch size", batch, "the cache has");
+  check_size(names.v, v, 0, "batch size", batch, "the cache has");
+  check_size(names.k, k, 1, "head count", f.num_kv_heads, "the cache has num_kv_heads");
+  check_size(names.v, v, 1, "head count", f.num_kv_heads, "the cache has num_kv_heads");
+  check_size(names.k, k, 3, "head size", f.head_dim, "the cache has head_dim");
+  check_size(names.v, v, 3, "head size", f.value_head_dim, "the cache has value_head_dim");
+  TORCH_CHECK_VALUE(v.sym_size(2) == k.sym_size(2), names.v, " has ", v.sym_size(2), " tokens, but ", names.k, " has ",
+                    k.sym_size(2));
+  if (lengths) {
+    check_same_device(names.lengths, *lengths, "the cache", device);
+    check_dtype(names.lengths, *lengths, at::kLong);
+    check_rank(names.lengths, *lengths, 1, "[B]");
+    check_size(names.lengths, *lengths, 0, "size", batch, "the batch size is");
+  }
+}
+
+at::Tensor expand_mask(const at::Tensor& mask, const c10::SymInt& batch, const c10::SymInt& heads,
+                       const c10::SymInt& rows, const c10::SymInt& keys) {
+  const c10::SymInt target[4] = {batch, heads, rows, keys};
+  bool fits = mask.dim() >= 1 && mask.dim() <= 4;
+  for (int64_t i = 0; fits && i < mask.dim(); i++) {
+    const c10::SymInt size = mask.sym_size(mask.dim() - 1 - i);
+    fits = size == 1 || size == target[3 - i];
+  }
+  TORCH_CHECK_VALUE(fits, "attn_mask has sizes ", mask.sym_sizes(), ", which do not broadcast to [B, Hq, Lq, keys] = [",
+                    batch, ", ", heads, ", ", rows, ", ", keys, "]");
+  const at::Tensor m = mask.scalar_type() == at::kBool ? mask : mask.to(at::kFloat);
+  return m.expand_symint({batch, heads, rows, keys});
+}
+
+void check_attention(const at::Tensor& q, const c10::SymInt& batch, const Format& f, at::Device device,
+                     const CacheAttentionOptions& o) {
+  check_same_device("q", q, "the cache", device);
+  check_floating("q", q);
+  check_rank("q", q, 4, "[B, Hq, Lq, D]");
+  check_size("q", q, 0, "batch size", batch, "the cache has");
+  check_size("q", q, 3, "head size", f.head_dim, "the cache has head_dim");
+  TORCH_CHECK_VALUE(q.sym_size(1) >= 1 && q.sym_size(1) % f.num_kv_heads == 0, "q has head count ", q.sym_size(1),
+                    ", which is no multiple of the cache's num_kv_heads ", f.num_kv_heads);
+  if (o.scale) check_finite("scale", *o.scale);
+  check_finite("softcap", o.softcap);
+  TORCH_CHECK_VALUE(o.softcap >= 0, "softcap must not be negative, got ", o.softcap);
+  check_not_negative("window", o.window);
+  check_precision(o.precision);
+  if (o.attn_mask) {
+    const auto type = o.attn_mask->scalar_type();
+    TORCH_CHECK_TYPE(type == at::kBool || is_supported_float(type),
+                     "attn_mask must be bool, float32, float16 or bfloat16, got ", type);
+    check_same_device("attn_mask", *o.attn_mask, "q", device);
+  }
+  if (o.sinks) {
+    check_floating("sinks", *o.sinks);
+    check_same_device("sinks", *o.sinks, "q", device);
+    check_rank("sinks", *o.sinks, 1, "[Hq]");
+    check_size("sinks", *o.sinks, 0, "size", q.sym_size(1), "q has head count");
+  }
+  if (o.alibi_slopes) {
+    const at::Tensor& slopes = *o.alibi_slopes;
+    check_floating("alibi_slopes", slopes);
+    check_same_device("alibi_slopes", slopes, "q", device);
+    TORCH_CHECK_VALUE(slopes.dim() == 1 || slopes.dim() == 2, "alibi_slopes must be [Hq] or [B, Hq], got ",
+                      slopes.dim(), " dimensions of sizes ", slopes.sym_sizes());
+    check_size("alibi_slopes", slopes, slopes.dim() - 1, "head count", q.sym_size(1), "q has head count");
+    if (slopes.dim() == 2) check_size("alibi_slopes", slopes, 0, "batch size", batch, "the cache has");
+  }
+}
+
+}  // namespace kivi

@@ -1,0 +1,43 @@
+// What the cache operators take, and their checks: the format as a list of integers, the tensors of a cache, and the
+// shapes of an attention call. Used by the CPU, CUDA and Meta kernels and by the class.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "kivi/format.h"
+#include "kivi/ops.h"
+#include "ops/checks.h"
+
+namespace kivi {
+
+std::vector<int64_t> format_to_ints(const Format& format);
+// Checks every field; errors name it.
+Format format_from_ints(at::IntArrayRef ints);
+
+// Shapes, dtypes and devices of the tensors of a cache among themselves and against the format. Returns the batch size.
+c10::SymInt check_cache(const CacheTensors& cache, const Format& format);
+
+// k and v against the cache; `new_lengths` may be absent. `names` for messages: {"k", "v", "lengths"} or {"new_k",
+// ...}.
+struct NewTokenNames {
+  const char* k;
+  const char* v;
+  const char* lengths;
+};
+void check_new_tokens(const NewTokenNames& names, const at::Tensor& k, const at::Tensor& v,
+                      const std::optional<at::Tensor>& lengths, const c10::SymInt& batch, const Format& format,
+                      at::ScalarType cache_dtype, at::Device device);
+
+// Everything about an attention call that does not depend on values.
+void check_attention(const at::Tensor& q, const c10::SymInt& batch, const Format& format, at::Device device,
+                     const CacheAttentionOptions& options);
+
+// The mask as [B, Hq, Lq, keys] without copying (bool or float32), or undefined. `keys` is the length of its last axis.
+at::Tensor expand_mask(const at::Tensor& mask, const c10::SymInt& batch, const c10::SymInt& heads,
+                       const c10::SymInt& rows, const c10::SymInt& keys);
+
+}  // namespace kivi

@@ -1,0 +1,378 @@
+// kivi::KVCache: checks, and calls of the operators on the tensors that it holds. The pages are kept in
+// cache_storage.cpp, the saved form in cache_state.cpp.
+#include <ATen/autocast_mode.h>
+
+#include <algorithm>
+#include <set>
+
+#include "kivi/cache.h"
+#include "ops/cache_args.h"
+#include "ops/cache_storage.h"
+
+namespace kivi {
+
+using Storage = CacheStorage;
+
+namespace {
+
+Format make_format(const CacheOptions& o) {
+  Format f;
+  f.num_kv_heads = o.num_kv_heads;
+  f.head_dim = o.head_dim;
+  f.value_head_dim = o.value_head_dim.value_or(o.head_dim);
+  f.k_bits = o.k_bits;
+  f.v_bits = o.v_bits;
+  f.group_size = o.group_size;
+  f.residual_length = o.residual_length;
+  f.sink_length = o.sink_length;
+  f.scale_type = check_scale_dtype(o.scale_dtype);
+  f.range_search = o.range_search;
+  check_format(f);
+  check_precision(o.precision);
+  return f;
+}
+
+std::vector<int64_t> counts_of(const std::optional<at::Tensor>& lengths, int64_t batch, int64_t tokens) {
+  if (!lengths) return std::vector<int64_t>(static_cast<size_t>(batch), tokens);
+  const at::Tensor host = lengths->contiguous();
+  const int64_t* data = host.const_data_ptr<int64_t>();
+  for (int64_t b = 0; b < batch; b++) {
+    TORCH_CHECK_VALUE(data[b] >= 0 && data[b] <= tokens, "lengths[", b, "] must be 0 to the ", tokens,
+                      " tokens of k, got ", data[b]);
+  }
+  return {data, data + batch};
+}
+
+CacheAttentionOptions op_options(const AttentionOptions& o, const std::string& precision) {
+  CacheAttentionOptions r;
+  r.attn_mask = o.attn_mask;
+  r.is_causal = o.is_causal;
+  r.scale = o.scale;
+  r.softcap = o.softcap;
+  r.window = o.window;
+  r.sinks = o.sinks;
+  r.alibi_slopes = o.alibi_slopes;
+  r.precision = precision;
+  return r;
+}
+
+// Whether torch's own attention over the new tokens alone says the same.
+bool is_plain(const AttentionOptions& o) {
+  return !o.attn_mask && !o.sinks && !o.alibi_slopes && o.softcap == 0 && o.window == 0;
+}
+
+// SDPA of [B, Hq, T, D] over [B, Hkv, T, D]: the heads of a group become a batch of their own, so that keys and values
+// are expanded as views and never copied.
+at::Tensor prefill_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionOptions& o) {
+  const int64_t batch = q.size(0), kv_heads = k.size(1), group = q.size(1) / kv_heads, rows = q.size(2);
+  if (group == 1) return at::scaled_dot_product_attention(q, k, v, std::nullopt, 0.0, o.is_causal, o.scale);
+  const auto fold = [&](const at::Tensor& t) {
+    return t.flatten(0, 1).unsqueeze(1).expand({batch * kv_heads, group, t.size(2), t.size(3)});
+  };
+  const at::Tensor out = at::scaled_dot_product_attention(q.reshape({batch * kv_heads, group, rows, q.size(3)}),
+                                                          fold(k), fold(v), std::nullopt, 0.0, o.is_causal, o.scale);
+  return out.reshape({batch, kv_heads * group, rows, v.size(3)});
+}
+
+void check_supported_device(const char* name, const at::Tensor& t) {
+  TORCH_CHECK(t.device().is_cpu(), name, " is on ", t.device(), "; this build of Kivi holds caches on the CPU only");
+}
+
+void append_tokens(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) {
+  const at::NoGradGuard no_grad;
+  cache_append(s.tensors, k, v, s.format_ints, lengths, s.overflow);
+  int32_t& overflow = s.overflow.mutable_data_ptr<int32_t>()[0];
+  if (overflow == 0) return;
+  // A group left float16's range: from now on scale and zero are stored as float32. Nothing was appended yet.
+  overflow = 0;
+  Format wide = s.format;
+  wide.scale_type = ScaleType::kWidened;
+  s.tensors.pool = cache_widen(s.tensors.pool, s.format_ints);
+  s.set_format(wide);
+  cache_append(s.tensors, k, v, s.format_ints, lengths);
+}
+
+void append_to(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) {
+  const std::vector<int64_t> counts = counts_of(lengths, s.batch, k.size(2));
+  std::vector<int64_t> after_lengths = s.lengths, after_quantized = s.quantized;
+  for (int64_t b = 0; b < s.batch; b++) {
+    after_lengths[b] += counts[b];
+    after_quantized[b] = std::max(after_quantized[b], quantized_count(s.format, after_lengths[b]));
+  }
+  make_room(s, after_quantized);
+  append_tokens(s, k, v, lengths);
+  s.lengths = std::move(after_lengths);
+  s.quantized = std::move(after_quantized);
+}
+
+// No key to see: the output is 0 and the log-sum-exp that of the sink logit, if there is one.
+std::tuple<at::Tensor, at::Tensor> attend_nothing(const Format& format, const std::string& precision,
+                                                  const at::Tensor& q, const AttentionOptions& o) {
+  check_supported_device("q", q);
+  TORCH_CHECK_VALUE(q.dim() == 4, "q must be [B, Hq, Lq, D] (4 dimensions), got ", q.dim(), " dimensions of sizes ",
+                    q.sizes());
+  const Storage none = start_storage(format, q.size(0), q.options());
+  return cache_attention(q, none.tensors, none.format_ints, std::nullopt, std::nullopt, std::nullopt,
+                         op_options(o, precision));
+}
+
+}  // namespace
+
+// What the arguments of an append must be, whether or not the cache has begun. Returns the dtype to store.
+void KVCache::Impl::check_append(const at::Tensor& k, const at::Tensor& v,
+                                 const std::optional<at::Tensor>& lengths) const {
+  check_supported_device("k", k);
+  check_supported_device("v", v);
+  TORCH_CHECK_VALUE(k.dim() == 4, "k must be [B, Hkv, T, D] (4 dimensions), got ", k.dim(), " dimensions of sizes ",
+                    k.sizes());
+  check_floating("k", k);
+  const int64_t batch = storage.started ? storage.batch : k.size(0);
+  const auto dtype = storage.started ? storage.tensors.window_k.scalar_type() : k.scalar_type();
+  check_new_tokens({"k", "v", "lengths"}, k, v, lengths, batch, format, dtype, at::kCPU);
+  counts_of(lengths, batch, k.size(2));
+}
+
+void KVCache::Impl::append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) {
+  if (storage.started) {
+    append_to(storage, k, v, lengths);
+    return;
+  }
+  Storage s = start_storage(format, k.size(0), k.options());
+  append_to(s, k, v, lengths);
+  storage = std::move(s);
+}
+
+std::tuple<at::Tensor, at::Tensor> KVCache::Impl::attend(const at::Tensor& q, const AttentionOptions& o) const {
+  if (!storage.started) return attend_nothing(format, options.precision, q, o);
+  return cache_attention(q, storage.tensors, storage.format_ints, std::nullopt, std::nullopt, std::nullopt,
+                         op_options(o, options.precision));
+}
+
+at::Tensor KVCache::Impl::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  const AttentionOptions& o, const std::optional<at::Tensor>& lengths) {
+  check_append(k, v, lengths);
+  check_supported_device("q", q);
+  check_attention(q, k.size(0), format, at::kCPU, op_options(o, options.precision));
+  TORCH_CHECK_VALUE(q.size(2) == k.size(2), "q has ", q.size(2), " rows, but k has ", k.size(2), " tokens");
+  at::Tensor out;
+  const bool nothing_cached = !storage.started || storage.longest() == 0;
+  if (nothing_cached && !lengths && is_plain(o) && q.scalar_type() == k.scalar_type() && q.numel() > 0) {
+    out = prefill_attention(q, k, v, o);
+  } else {
+    const Storage empty = storage.started ? Storage() : start_storage(format, k.size(0), k.options());
+    const Storage& s = storage.started ? storage : empty;
+    out = std::get<0>(cache_attention(q, s.tensors, s.format_ints, k, v, lengths, op_options(o, options.precision)));
+  }
+  append(k, v, lengths);
+  return out;
+}
+
+void KVCache::Impl::truncate(int64_t n) {
+  check_not_negative("n", n);
+  if (!storage.started) return;
+  Storage& s = storage;
+  s.free_pages.reserve(s.page_users.size());
+  cache_truncate(s.tensors, s.format_ints, n);
+  for (int64_t b = 0; b < s.batch; b++) {
+    if (s.lengths[b] <= n) continue;
+    s.lengths[b] = n;
+    s.quantized[b] = s.tensors.quantized_lengths.const_data_ptr<int64_t>()[b];
+    drop_unused_pages(s, b);
+  }
+}
+
+// The batch becomes the rows named. Pages are shared, the exact part is copied.
+void KVCache::Impl::select(const char* name, const at::Tensor& rows_arg) {
+  check_dtype(name, rows_arg, at::kLong);
+  check_rank(name, rows_arg, 1, "[N]");
+  check_supported_device(name, rows_arg);
+  TORCH_CHECK_VALUE(rows_arg.size(0) >= 1, name, " must name at least one row, got ", rows_arg.size(0));
+  const at::Tensor rows = rows_arg.contiguous();
+  const int64_t count = rows.size(0);
+  const int64_t* row = rows.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; i++) {
+    TORCH_CHECK_INDEX(row[i] >= 0 && row[i] < storage.batch, name, "[", i, "] is ", row[i],
+                      ", but the cache has batch size ", storage.batch);
+  }
+  const PlainTensors guard;
+  Storage s = storage;
+  CacheTensors& t = s.tensors;
+  for (at::Tensor* part :
+       {&t.block_table, &t.lengths, &t.quantized_lengths, &t.sink_k, &t.sink_v, &t.window_k, &t.window_v}) {
+    *part = part->index_select(0, rows);
+  }
+  s.batch = count;
+  s.lengths.resize(static_cast<size_t>(count));
+  s.quantized.resize(static_cast<size_t>(count));
+  s.row_pages.resize(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; i++) {
+    s.lengths[i] = storage.lengths[row[i]];
+    s.quantized[i] = storage.quantized[row[i]];
+    s.row_pages[i] = storage.row_pages[row[i]];
+  }
+  recount_pages(s);
+  storage = std::move(s);
+}
+
+KVCache::KVCache(const CacheOptions& options) : impl_(std::make_unique<Impl>()) {
+  impl_->options = options;
+  impl_->format = make_format(options);
+  impl_->options.value_head_dim = impl_->format.value_head_dim;
+  impl_->storage.set_format(impl_->format);
+}
+
+KVCache::KVCache(int64_t num_kv_heads, int64_t head_dim, std::optional<int64_t> value_head_dim, int64_t k_bits,
+                 int64_t v_bits, int64_t group_size, int64_t residual_length, int64_t sink_length,
+                 const std::string& precision, bool range_search, const std::string& scale_dtype)
+    : KVCache(CacheOptions{num_kv_heads, head_dim, value_head_dim, k_bits, v_bits, group_size, residual_length,
+                           sink_length, precision, range_search, scale_dtype}) {}
+
+KVCache::~KVCache() = default;
+
+namespace {
+
+// Under autocast the cache's dtype is decided by its first tokens; later ones, and the queries, are cast as autocast
+// would.
+struct AutocastInputs {
+  at::Tensor q, k, v;
+};
+
+std::optional<at::ScalarType> autocast_dtype(const at::Tensor& t) {
+  const auto device = t.device().type();
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return std::nullopt;
+  return at::autocast::get_autocast_dtype(device);
+}
+
+at::Tensor cast_float(const at::Tensor& t, at::ScalarType type) {
+  return is_supported_float(t.scalar_type()) ? t.to(type) : t;
+}
+
+}  // namespace
+
+at::Tensor KVCache::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const AttentionOptions& options, const std::optional<at::Tensor>& lengths) {
+  const Storage& s = impl_->storage;
+  if (const auto type = autocast_dtype(k)) {
+    const auto stored = s.started ? s.tensors.window_k.scalar_type() : *type;
+    return impl_->forward(cast_float(q, *type), cast_float(k, stored), cast_float(v, stored), options, lengths);
+  }
+  return impl_->forward(q, k, v, options, lengths);
+}
+
+void KVCache::append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) {
+  const Storage& s = impl_->storage;
+  if (const auto type = autocast_dtype(k)) {
+    const auto stored = s.started ? s.tensors.window_k.scalar_type() : *type;
+    const at::Tensor k_cast = cast_float(k, stored), v_cast = cast_float(v, stored);
+    impl_->check_append(k_cast, v_cast, lengths);
+    impl_->append(k_cast, v_cast, lengths);
+    return;
+  }
+  impl_->check_append(k, v, lengths);
+  impl_->append(k, v, lengths);
+}
+
+at::Tensor KVCache::attend(const at::Tensor& q, const AttentionOptions& options) const {
+  return std::get<0>(impl_->attend(q, options));
+}
+
+std::tuple<at::Tensor, at::Tensor> KVCache::attend_with_lse(const at::Tensor& q,
+                                                            const AttentionOptions& options) const {
+  return impl_->attend(q, options);
+}
+
+int64_t KVCache::length() const { return impl_->storage.longest(); }
+
+at::Tensor KVCache::lengths() const { return at::tensor(impl_->storage.lengths, at::TensorOptions().dtype(at::kLong)); }
+
+int64_t KVCache::quantized_length() const {
+  const auto& q = impl_->storage.quantized;
+  return q.empty() ? 0 : *std::max_element(q.begin(), q.end());
+}
+
+at::Tensor KVCache::quantized_lengths() const {
+  return at::tensor(impl_->storage.quantized, at::TensorOptions().dtype(at::kLong));
+}
+
+int64_t KVCache::batch_size() const { return impl_->storage.batch; }
+
+bool KVCache::empty() const { return length() == 0; }
+
+int64_t KVCache::nbytes() const {
+  const Storage& s = impl_->storage;
+  if (!s.started) return 0;
+  const CacheTensors& t = s.tensors;
+  std::set<const void*> seen;
+  int64_t bytes = 0;
+  for (const at::Tensor* part : {&t.pool, &t.block_table, &t.lengths, &t.quantized_lengths, &t.sink_k, &t.sink_v,
+                                 &t.window_k, &t.window_v, &s.overflow}) {
+    if (seen.insert(part->storage().unsafeGetStorageImpl()).second) {
+      bytes += static_cast<int64_t>(part->storage().nbytes());
+    }
+  }
+  return bytes;
+}
+
+std::tuple<at::Tensor, at::Tensor> KVCache::dequantize() const {
+  const Storage& s = impl_->storage;
+  const at::NoGradGuard no_grad;
+  if (!s.started) {
+    const Format& f = impl_->format;
+    return {at::empty({0, f.num_kv_heads, 0, f.head_dim}), at::empty({0, f.num_kv_heads, 0, f.value_head_dim})};
+  }
+  return cache_dequantize(s.tensors, s.format_ints, s.longest());
+}
+
+void KVCache::truncate(int64_t n) { impl_->truncate(n); }
+
+void KVCache::reorder(const at::Tensor& rows) {
+  TORCH_CHECK_VALUE(rows.dim() == 1 && rows.size(0) == impl_->storage.batch,
+                    "rows must be [B] with B = ", impl_->storage.batch, ", got sizes ", rows.sizes());
+  impl_->select("rows", rows);
+}
+
+void KVCache::select(const at::Tensor& rows) { impl_->select("rows", rows); }
+
+void KVCache::repeat_interleave(int64_t n) {
+  TORCH_CHECK_VALUE(n >= 1, "n must be at least 1, got ", n);
+  if (!impl_->storage.started) return;
+  impl_->select("rows", at::arange(impl_->storage.batch, at::kLong).repeat_interleave(n));
+}
+
+void KVCache::reset() {
+  Storage fresh;
+  fresh.set_format(impl_->format);
+  impl_->storage = std::move(fresh);
+}
+
+void KVCache::reserve(int64_t tokens) {
+  check_not_negative("tokens", tokens);
+  Storage& s = impl_->storage;
+  TORCH_CHECK(s.started, "reserve needs a cache that has seen tokens: batch size and dtype come from the first ones");
+  const int64_t pages = pages_for(quantized_count(s.format, tokens));
+  int64_t missing = 0;
+  for (int64_t b = 0; b < s.batch; b++) missing += std::max<int64_t>(pages - s.row_pages[b], 0);
+  grow_pool(s, missing);
+  grow_table(s, pages);
+}
+
+c10::intrusive_ptr<KVCache> KVCache::clone() const {
+  auto copy = c10::make_intrusive<KVCache>(impl_->options);
+  Storage s = impl_->storage;
+  if (s.started) {
+    const PlainTensors guard;
+    CacheTensors& t = s.tensors;
+    for (at::Tensor* part : {&t.pool, &t.block_table, &t.lengths, &t.quantized_lengths, &t.sink_k, &t.sink_v,
+                             &t.window_k, &t.window_v, &s.overflow}) {
+      *part = part->clone();
+    }
+  }
+  copy->impl_->storage = std::move(s);
+  return copy;
+}
+
+const Format& KVCache::format() const { return impl_->storage.format; }
+
+const CacheOptions& KVCache::options() const { return impl_->options; }
+
+}  // namespace kivi

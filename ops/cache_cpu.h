@@ -1,0 +1,49 @@
+// A cache's CPU tensors as raw pointers and sizes, with the values in lengths and block_table checked.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include "csrc/cpu/kernels.h"
+#include "kivi/ops.h"
+
+namespace kivi {
+
+// More tokens than this in one row are refused: sizes in bytes then stay far below 2^63.
+inline constexpr int64_t kMaxTokens = int64_t{1} << 40;
+
+// One of the exact parts: [B, Hkv, slots, channels], contiguous.
+struct ExactPart {
+  explicit ExactPart(const at::Tensor& t)
+      : data(static_cast<char*>(t.data_ptr())),
+        token_bytes(static_cast<size_t>(t.size(3)) * t.element_size()),
+        head_bytes(t.size(2) * static_cast<int64_t>(token_bytes)),
+        batch_bytes(t.size(1) * head_bytes) {}
+  char* at(int64_t b, int64_t h, int64_t slot) const {
+    return data + b * batch_bytes + h * head_bytes + slot * static_cast<int64_t>(token_bytes);
+  }
+  char* data;
+  size_t token_bytes;
+  int64_t head_bytes, batch_bytes;
+};
+
+struct CacheView {
+  // Needs tensors that check_cache accepts. Throws if lengths, quantized_lengths or the block table name what is not
+  // there.
+  CacheView(const CacheTensors& cache, const Format& format);
+
+  void check_pages(int64_t b, int64_t quantized_tokens) const;
+  // The record of quantised token `token`, counted from the end of the sink.
+  uint8_t* record(int64_t b, int64_t h, int64_t token) const;
+
+  Format format;
+  RecordLayout layout;
+  int64_t batch, pages, page_size, max_pages, capacity;
+  uint8_t* pool;
+  const int32_t* block_table;
+  const int64_t* lengths;
+  const int64_t* quantized;
+  cpu::Element type;
+  ExactPart sink_k, sink_v, window_k, window_v;
+};
+
+}  // namespace kivi

@@ -1,0 +1,195 @@
+// The saved form of a kivi::KVCache: what pickling stores and how it is checked when it comes back.
+// (header, integers, tensors): integers are [version, precision is exact, batch or -1, scale type in use, 11 of the
+// format as constructed, B lengths, B quantised lengths]; tensors, when tokens were ever seen: pages in use [pages,
+// page_bytes], block table over them [B, max], sink keys and values of the tokens held, exact window of each row from
+// its first exact token on.
+
+#include <algorithm>
+
+#include "ops/cache_args.h"
+#include "ops/cache_storage.h"
+
+namespace kivi {
+
+using Storage = CacheStorage;
+
+namespace {
+
+constexpr const char* kStateHeader = "kivi.KVCache";
+constexpr int64_t kStateVersion = 1;
+constexpr size_t kFixedInts = 4 + 11;
+
+int64_t exact_count(const Storage& s, int64_t b) {
+  return std::max<int64_t>(s.lengths[b] - s.format.sink_length - s.quantized[b], 0);
+}
+
+// Copies the exact window of every row between the ring and an array that starts at the row's first exact token.
+void copy_window(const Storage& s, const at::Tensor& ring, const at::Tensor& straight, bool to_ring) {
+  const int64_t capacity = ring.size(2);
+  for (int64_t b = 0; b < s.batch; b++) {
+    for (int64_t i = 0, count = exact_count(s, b); i < count;) {
+      const int64_t slot = (s.quantized[b] + i) % capacity, run = std::min(count - i, capacity - slot);
+      at::Tensor in_ring = ring.select(0, b).narrow(1, slot, run), in_array = straight.select(0, b).narrow(1, i, run);
+      if (to_ring) {
+        in_ring.copy_(in_array);
+      } else {
+        in_array.copy_(in_ring);
+      }
+      i += run;
+    }
+  }
+}
+
+// The pages in use, renumbered; records past a row's quantised tokens are zeroed unless another row fills them.
+std::pair<at::Tensor, at::Tensor> pack_pages(const Storage& s) {
+  const int64_t group = s.format.group_size, records = kPageTokens / group;
+  std::vector<int64_t> used, filled, number(static_cast<size_t>(s.pages()), -1);
+  int64_t width = 0;
+  for (int64_t b = 0; b < s.batch; b++) width = std::max(width, pages_for(s.quantized[b]));
+  at::Tensor table = at::zeros({s.batch, width}, at::kInt);
+  for (int64_t b = 0; b < s.batch; b++) {
+    for (int64_t i = 0; i < pages_for(s.quantized[b]); i++) {
+      const int32_t page = s.table_row(b)[i];
+      if (number[page] < 0) {
+        number[page] = static_cast<int64_t>(used.size());
+        used.push_back(page);
+        filled.push_back(0);
+      }
+      int64_t& full = filled[number[page]];
+      full = std::max(full, std::min(records, (s.quantized[b] - i * kPageTokens) / group));
+      table.mutable_data_ptr<int32_t>()[b * width + i] = static_cast<int32_t>(number[page]);
+    }
+  }
+  at::Tensor pages = s.tensors.pool.index_select(0, at::tensor(used, at::TensorOptions().dtype(at::kLong)));
+  const at::Tensor by_record =
+      pages.view({pages.size(0), s.format.num_kv_heads, records, record_layout(s.format).bytes});
+  for (int64_t i = 0; i < pages.size(0); i++) {
+    if (filled[i] < records) by_record.select(0, i).narrow(1, filled[i], records - filled[i]).zero_();
+  }
+  return {pages, table};
+}
+
+void check_state_tensor(const char* name, const at::Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes) {
+  TORCH_CHECK_VALUE(t.defined() && t.scalar_type() == dtype && t.sizes() == sizes, "saved KVCache: ", name,
+                    " should be ", dtype, " of sizes ", sizes, ", got ",
+                    t.defined() ? toString(t.scalar_type()) : "nothing", " of sizes ",
+                    t.defined() ? t.sizes() : at::IntArrayRef());
+  TORCH_CHECK_VALUE(t.device().is_cpu(), "saved KVCache: ", name, " is on ", t.device(), ", expected cpu");
+}
+
+}  // namespace
+
+KVCache::State KVCache::state() const {
+  const PlainTensors guard;
+  const Storage& s = impl_->storage;
+  std::vector<int64_t> ints = {kStateVersion, impl_->options.precision == "exact" ? 1 : 0, s.started ? s.batch : -1,
+                               static_cast<int64_t>(s.format.scale_type)};
+  const std::vector<int64_t> format = format_to_ints(impl_->format);
+  ints.insert(ints.end(), format.begin(), format.end());
+  if (!s.started) return {kStateHeader, ints, {}};
+  ints.insert(ints.end(), s.lengths.begin(), s.lengths.end());
+  ints.insert(ints.end(), s.quantized.begin(), s.quantized.end());
+  const CacheTensors& t = s.tensors;
+  int64_t exact = 0;
+  for (int64_t b = 0; b < s.batch; b++) exact = std::max(exact, exact_count(s, b));
+  const int64_t sinks = std::min(s.format.sink_length, s.longest()), heads = s.format.num_kv_heads;
+  const at::Tensor window_k = at::zeros({s.batch, heads, exact, s.format.head_dim}, t.window_k.options());
+  const at::Tensor window_v = at::zeros({s.batch, heads, exact, s.format.value_head_dim}, t.window_k.options());
+  copy_window(s, t.window_k, window_k, false);
+  copy_window(s, t.window_v, window_v, false);
+  const auto [pages, table] = pack_pages(s);
+  return {
+      kStateHeader,
+      ints,
+      {pages, table, t.sink_k.narrow(2, 0, sinks).clone(), t.sink_v.narrow(2, 0, sinks).clone(), window_k, window_v}};
+}
+
+c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
+  const auto& [header, ints, tensors] = state;
+  TORCH_CHECK_VALUE(header == kStateHeader, "saved KVCache: the header is \"", header, "\", expected \"", kStateHeader,
+                    "\"");
+  TORCH_CHECK_VALUE(!ints.empty() && ints[0] == kStateVersion, "saved KVCache: the version is ",
+                    ints.empty() ? 0 : ints[0], ", but this library reads version ", kStateVersion);
+  TORCH_CHECK_VALUE(ints.size() >= kFixedInts, "saved KVCache: ", ints.size(), " integers, expected at least ",
+                    kFixedInts);
+  Format format = format_from_ints(at::IntArrayRef(ints).slice(4, 11));
+  TORCH_CHECK_VALUE(format.scale_type != ScaleType::kWidened, "saved KVCache: the format was constructed as widened");
+  CacheOptions o;
+  o.num_kv_heads = format.num_kv_heads;
+  o.head_dim = format.head_dim;
+  o.value_head_dim = format.value_head_dim;
+  o.k_bits = format.k_bits;
+  o.v_bits = format.v_bits;
+  o.group_size = format.group_size;
+  o.residual_length = format.residual_length;
+  o.sink_length = format.sink_length;
+  o.precision = ints[1] == 1 ? "exact" : "fast";
+  o.range_search = format.range_search;
+  o.scale_dtype = format.scale_type == ScaleType::kFloat16 ? "float16" : "float32";
+  auto cache = c10::make_intrusive<KVCache>(o);
+  const int64_t batch = ints[2];
+  if (batch == -1) {
+    TORCH_CHECK_VALUE(tensors.empty() && ints.size() == kFixedInts, "saved KVCache: an empty cache with contents");
+    return cache;
+  }
+  TORCH_CHECK_VALUE(
+      batch >= 0 && batch < (int64_t{1} << 31) && ints.size() == kFixedInts + 2 * static_cast<size_t>(batch),
+      "saved KVCache: batch size ", batch, " with ", ints.size(), " integers");
+  TORCH_CHECK_VALUE(tensors.size() == 6, "saved KVCache: ", tensors.size(), " tensors, expected 6");
+  const bool widened = ints[3] == static_cast<int64_t>(ScaleType::kWidened);
+  TORCH_CHECK_VALUE(
+      ints[3] == static_cast<int64_t>(format.scale_type) || (widened && format.scale_type == ScaleType::kFloat16),
+      "saved KVCache: scale type ", ints[3], " in a cache of scale type ", static_cast<int64_t>(format.scale_type));
+  if (widened) format.scale_type = ScaleType::kWidened;
+
+  std::vector<int64_t> lengths(ints.begin() + kFixedInts, ints.begin() + kFixedInts + batch);
+  std::vector<int64_t> quantized(ints.begin() + kFixedInts + batch, ints.end());
+  int64_t longest = 0, exact = 0, width = 0;
+  for (int64_t b = 0; b < batch; b++) {
+    const int64_t n = lengths[b], m = quantized[b];
+    TORCH_CHECK_VALUE(n >= 0 && n < (int64_t{1} << 40) && m >= 0 && m % format.group_size == 0 &&
+                          (m == 0 || m <= n - format.sink_length) &&
+                          n - format.sink_length - m < format.residual_length + format.group_size,
+                      "saved KVCache: row ", b, " has length ", n, " and quantised length ", m);
+    longest = std::max(longest, n);
+    exact = std::max(exact, n - format.sink_length - m);
+    width = std::max(width, pages_for(m));
+  }
+  const auto dtype = tensors[4].defined() ? tensors[4].scalar_type() : at::kFloat;
+  TORCH_CHECK_VALUE(is_supported_float(dtype), "saved KVCache: window of ", dtype);
+  const int64_t heads = format.num_kv_heads, sinks = std::min(format.sink_length, longest);
+  const int64_t pages = tensors[0].defined() && tensors[0].dim() == 2 ? tensors[0].size(0) : 0;
+  check_state_tensor("pages", tensors[0], at::kByte, {pages, page_bytes(format).value});
+  check_state_tensor("block_table", tensors[1], at::kInt, {batch, width});
+  check_state_tensor("sink_k", tensors[2], dtype, {batch, heads, sinks, format.head_dim});
+  check_state_tensor("sink_v", tensors[3], dtype, {batch, heads, sinks, format.value_head_dim});
+  check_state_tensor("window_k", tensors[4], dtype, {batch, heads, exact, format.head_dim});
+  check_state_tensor("window_v", tensors[5], dtype, {batch, heads, exact, format.value_head_dim});
+
+  const PlainTensors guard;
+  Storage s = start_storage(format, batch, at::TensorOptions().dtype(dtype));
+  s.lengths = lengths;
+  s.quantized = quantized;
+  s.page_users.assign(static_cast<size_t>(pages), 0);
+  s.tensors.pool = tensors[0].clone(at::MemoryFormat::Contiguous);
+  s.tensors.block_table = tensors[1].clone(at::MemoryFormat::Contiguous);
+  for (int64_t b = 0; b < batch; b++) {
+    s.row_pages[b] = pages_for(quantized[b]);
+    for (int64_t i = 0; i < s.row_pages[b]; i++) {
+      const int32_t page = s.table_row(b)[i];
+      TORCH_CHECK_VALUE(page >= 0 && page < pages, "saved KVCache: block_table[", b, "][", i, "] is ", page, " of ",
+                        pages, " pages");
+    }
+  }
+  recount_pages(s);
+  s.tensors.sink_k.narrow(2, 0, sinks).copy_(tensors[2]);
+  s.tensors.sink_v.narrow(2, 0, sinks).copy_(tensors[3]);
+  copy_window(s, s.tensors.window_k, tensors[4], true);
+  copy_window(s, s.tensors.window_v, tensors[5], true);
+  std::copy(s.lengths.begin(), s.lengths.end(), s.tensors.lengths.mutable_data_ptr<int64_t>());
+  std::copy(s.quantized.begin(), s.quantized.end(), s.tensors.quantized_lengths.mutable_data_ptr<int64_t>());
+  cache->impl_->storage = std::move(s);
+  return cache;
+}
+
+}  // namespace kivi

@@ -1,0 +1,77 @@
+// What a kivi::KVCache holds, and the bookkeeping of its pages. Invariant between calls: the host copies of lengths
+// equal the tensors; row b names pages block_table[b][0 .. row_pages[b]), which cover its quantised tokens; page_users
+// counts the rows that name a page, free_pages lists those that none names. A page with more than one user is never
+// written. Whatever may throw comes before the first visible change.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "kivi/cache.h"
+#include "kivi/ops.h"
+#include "ops/cache_args.h"
+
+namespace kivi {
+
+// Buffers must stay writable whatever mode they were made in, and never join a graph.
+struct PlainTensors {
+  c10::InferenceMode no_inference{false};
+  at::NoGradGuard no_grad;
+};
+
+// Everything that changes. A copy shares the tensors.
+struct CacheStorage {
+  bool started = false;
+  Format format;
+  std::vector<int64_t> format_ints;
+  CacheTensors tensors;
+  at::Tensor overflow;  // int32 [1]
+  int64_t batch = 0;
+  std::vector<int64_t> lengths, quantized;  // [B]
+  std::vector<int64_t> row_pages;           // [B]
+  std::vector<int32_t> page_users;          // [pages]
+  std::vector<int32_t> free_pages;
+
+  int64_t max_pages() const { return tensors.block_table.size(1); }
+  int32_t* table_row(int64_t b) const { return tensors.block_table.mutable_data_ptr<int32_t>() + b * max_pages(); }
+  int64_t longest() const { return lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end()); }
+  int64_t pages() const { return static_cast<int64_t>(page_users.size()); }
+
+  void set_format(const Format& f) {
+    format = f;
+    format_ints = format_to_ints(f);
+  }
+};
+
+constexpr int64_t pages_for(int64_t quantized_tokens) { return ceil_div(quantized_tokens, kPageTokens); }
+
+// An empty cache for `batch` rows, with the dtype and device of `like`.
+CacheStorage start_storage(const Format& format, int64_t batch, const at::TensorOptions& like);
+// Room for `count` more pages in the pool, for `width` pages a row in the table.
+void grow_pool(CacheStorage& s, int64_t count);
+void grow_table(CacheStorage& s, int64_t width);
+// Gives every row the pages for `after[b]` quantised tokens, and pages of its own where it will write into shared ones.
+void make_room(CacheStorage& s, const std::vector<int64_t>& after);
+// Gives back the pages past the quantised tokens of row b.
+void drop_unused_pages(CacheStorage& s, int64_t b);
+// Counts the users of every page anew, and lists the free ones.
+void recount_pages(CacheStorage& s);
+
+struct KVCache::Impl {
+  CacheOptions options;
+  Format format;  // as constructed
+  CacheStorage storage;
+
+  void check_append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) const;
+  void append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths);
+  std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const AttentionOptions& o) const;
+  at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionOptions& o,
+                     const std::optional<at::Tensor>& lengths);
+  void truncate(int64_t n);
+  void select(const char* name, const at::Tensor& rows);
+};
+
+}  // namespace kivi

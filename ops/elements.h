@@ -1,0 +1,23 @@
+// Torch dtypes as the kernels' element types.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include "csrc/cpu/kernels.h"
+
+namespace kivi {
+
+inline cpu::Element element_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return cpu::Element::kFloat32;
+    case at::kHalf:
+      return cpu::Element::kFloat16;
+    case at::kBFloat16:
+      return cpu::Element::kBFloat16;
+    default:
+      TORCH_CHECK_TYPE(false, "expected float32, float16 or bfloat16, got ", type);
+  }
+}
+
+}  // namespace kivi

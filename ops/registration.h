@@ -1,0 +1,15 @@
+// Guards against two copies of the library in one process: the first one registers, a later one warns and stays silent,
+// where registering twice would abort the process.
+#pragma once
+
+#include <torch/library.h>
+
+namespace kivi {
+
+// Whether this copy of the library is the one that registers. The first call decides, whichever file makes it.
+bool registers_operators();
+
+// Adds torch.classes.kivi.KVCache.
+void register_cache_class(torch::Library& m);
+
+}  // namespace kivi
