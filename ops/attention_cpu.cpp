@@ -25,6 +25,18 @@ struct Scratch {
   std::vector<float> partials;
 };
 
+// Work that is worth waking a thread for: a few microseconds of products, or of merging.
+constexpr int64_t kGrainProducts = int64_t{1} << 19;
+constexpr int64_t kMergeGrainFloats = int64_t{1} << 15;
+
+// Items that one thread should take at least. Only who runs an item depends on it, never a result.
+int64_t items_per_thread(const cpu::AttentionParams& p, int64_t count) {
+  int64_t keys = 0;
+  for (int64_t b = 0; b < p.batch; b++) keys += p.lengths[b] + p.new_len;
+  const int64_t products = keys * p.num_heads * p.q_len * (p.format->head_dim + p.format->value_head_dim);
+  return std::max<int64_t>(1, kGrainProducts * count / std::max<int64_t>(products, 1));
+}
+
 void run(const cpu::AttentionParams& p) {
   static thread_local Scratch scratch;
   int64_t floats = 0;
@@ -35,8 +47,12 @@ void run(const cpu::AttentionParams& p) {
   float* const partials = scratch.partials.data();
   cpu::attention_plan(p, items, &floats);
   const auto kernel = cpu::kernels().attention;
-  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) { kernel(p, items, begin, end, partials); });
-  if (floats > 0) cpu::attention_merge(p, items, 0, count, partials);
+  at::parallel_for(0, count, items_per_thread(p, count),
+                   [&](int64_t begin, int64_t end) { kernel(p, items, begin, end, partials); });
+  if (floats == 0) return;
+  const int64_t merged = std::max<int64_t>(1, kMergeGrainFloats * count / floats);
+  at::parallel_for(0, count, merged,
+                   [&](int64_t begin, int64_t end) { cpu::attention_merge(p, items, begin, end, partials); });
 }
 
 void check_new_lengths(const int64_t* lengths, int64_t batch, int64_t tokens) {

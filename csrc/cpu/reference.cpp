@@ -230,53 +230,57 @@ void scalar_decode(const DecodeParams& params) {
 
 // ---------------------------------------------------------------------------------------------- dense quantise
 
-void scalar_quantize(const QuantizeParams& params, int64_t begin, int64_t end) {
-  const QuantizeParams& p = params;
-  const int64_t blocks = ceil_div(p.inner, kInnerBlock);
+void scalar_quantize_columns(const QuantizeParams& p, int64_t o, int64_t begin, int64_t end) {
   const int64_t groups = ceil_div(p.n, p.group_size);
   const int64_t row_bytes = dense_bytes(p.n, p.bits);
-  for (int64_t unit = begin; unit < end; unit++) {
-    const int64_t o = unit / blocks;
-    const int64_t first = unit % blocks * kInnerBlock;
-    for (int64_t j = first; j < std::min(first + kInnerBlock, p.inner); j++) {
-      uint8_t* codes = p.codes == nullptr ? nullptr : p.codes + o * row_bytes * p.inner + j;
-      for (int64_t i = 0; codes != nullptr && i < row_bytes; i++) codes[i * p.inner] = 0;
-      for (int64_t g = 0; g < groups; g++) {
-        const int64_t start = g * p.group_size;
-        const Strided x{advance(p.x, p.type, o * p.x_outer_stride + start * p.x_n_stride + j * p.x_inner_stride),
-                        p.type, p.x_n_stride, std::min(p.group_size, p.n - start)};
-        const GroupRange range = group_range(x);
-        const float top = top_code(p.bits);
-        const Quantizer q = range.finite ? shrunk(range, 1.0f, top) : not_finite(top);
-        const int64_t at = (o * groups + g) * p.inner + j;
-        if (p.scale != nullptr) p.scale[at] = q.scale;
-        if (p.zero != nullptr) p.zero[at] = q.zero;
-        for (int64_t i = 0; i < x.count; i++) {
-          const uint32_t code = q.code(x[i]);
-          if (codes != nullptr) add_dense_code(codes, p.inner, p.bits, start + i, code);
-          if (p.values != nullptr) p.values[(o * p.n + start + i) * p.inner + j] = q.value(code);
-        }
+  const float top = top_code(p.bits);
+  for (int64_t j = begin; j < end; j++) {
+    uint8_t* codes = p.codes == nullptr ? nullptr : p.codes + o * row_bytes * p.inner + j;
+    for (int64_t i = 0; codes != nullptr && i < row_bytes; i++) codes[i * p.inner] = 0;
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t start = g * p.group_size;
+      const Strided x{advance(p.x, p.type, o * p.x_outer_stride + start * p.x_n_stride + j * p.x_inner_stride), p.type,
+                      p.x_n_stride, std::min(p.group_size, p.n - start)};
+      const GroupRange range = group_range(x);
+      const Quantizer q = range.finite ? shrunk(range, 1.0f, top) : not_finite(top);
+      const int64_t at = (o * groups + g) * p.inner + j;
+      if (p.scale != nullptr) p.scale[at] = q.scale;
+      if (p.zero != nullptr) p.zero[at] = q.zero;
+      for (int64_t i = 0; i < x.count; i++) {
+        const uint32_t code = q.code(x[i]);
+        if (codes != nullptr) add_dense_code(codes, p.inner, p.bits, start + i, code);
+        if (p.values != nullptr) p.values[(o * p.n + start + i) * p.inner + j] = q.value(code);
       }
     }
   }
 }
 
-void scalar_dequantize(const DequantizeParams& params, int64_t begin, int64_t end) {
-  const DequantizeParams& p = params;
-  const int64_t blocks = ceil_div(p.inner, kInnerBlock);
-  for (int64_t unit = begin; unit < end; unit++) {
-    const int64_t o = unit / blocks;
-    const int64_t first = unit % blocks * kInnerBlock;
-    for (int64_t j = first; j < std::min(first + kInnerBlock, p.inner); j++) {
-      const uint8_t* codes = p.codes + o * p.codes_strides[0] + j * p.codes_strides[2];
-      for (int64_t i = 0; i < p.n; i++) {
-        const int64_t g = i / p.group_size;
-        const Quantizer q{p.scale[o * p.scale_strides[0] + g * p.scale_strides[1] + j * p.scale_strides[2]],
-                          p.zero[o * p.zero_strides[0] + g * p.zero_strides[1] + j * p.zero_strides[2]], 0};
-        store_element(p.out, p.type, (o * p.n + i) * p.inner + j,
-                      q.value(load_dense_code(codes, p.codes_strides[1], p.bits, i)));
-      }
+void scalar_dequantize_columns(const DequantizeParams& p, int64_t o, int64_t begin, int64_t end) {
+  for (int64_t j = begin; j < end; j++) {
+    const uint8_t* codes = p.codes + o * p.codes_strides[0] + j * p.codes_strides[2];
+    for (int64_t i = 0; i < p.n; i++) {
+      const int64_t g = i / p.group_size;
+      const Quantizer q{p.scale[o * p.scale_strides[0] + g * p.scale_strides[1] + j * p.scale_strides[2]],
+                        p.zero[o * p.zero_strides[0] + g * p.zero_strides[1] + j * p.zero_strides[2]], 0};
+      store_element(p.out, p.type, (o * p.n + i) * p.inner + j,
+                    q.value(load_dense_code(codes, p.codes_strides[1], p.bits, i)));
     }
+  }
+}
+
+void scalar_quantize(const QuantizeParams& params, int64_t begin, int64_t end) {
+  const int64_t blocks = ceil_div(params.inner, kInnerBlock);
+  for (int64_t unit = begin; unit < end; unit++) {
+    const int64_t first = unit % blocks * kInnerBlock;
+    scalar_quantize_columns(params, unit / blocks, first, std::min(first + kInnerBlock, params.inner));
+  }
+}
+
+void scalar_dequantize(const DequantizeParams& params, int64_t begin, int64_t end) {
+  const int64_t blocks = ceil_div(params.inner, kInnerBlock);
+  for (int64_t unit = begin; unit < end; unit++) {
+    const int64_t first = unit % blocks * kInnerBlock;
+    scalar_dequantize_columns(params, unit / blocks, first, std::min(first + kInnerBlock, params.inner));
   }
 }
 

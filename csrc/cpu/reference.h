@@ -12,6 +12,9 @@ bool scalar_encode(const EncodeParams& params);
 void scalar_decode(const DecodeParams& params);
 void scalar_quantize(const QuantizeParams& params, int64_t begin, int64_t end);
 void scalar_dequantize(const DequantizeParams& params, int64_t begin, int64_t end);
+// The same for the columns [begin, end) of one outer index: what vectors leave over.
+void scalar_quantize_columns(const QuantizeParams& params, int64_t outer, int64_t begin, int64_t end);
+void scalar_dequantize_columns(const DequantizeParams& params, int64_t outer, int64_t begin, int64_t end);
 void scalar_attention(const AttentionParams& params, const AttentionItem* items, int64_t begin, int64_t end,
                       float* partials);
 

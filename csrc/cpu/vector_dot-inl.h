@@ -1,10 +1,10 @@
-// Dot products of packed codes with the values of several query rows: out[row][lane] = sum_e code[lane][e] value[row][e]
-// for the 16 lanes of a line, tokens (K) or channels (V). The codes are unpacked once for all rows. Two kinds of value:
-// int16 with 32-bit sums ("fast"), and fp32 ("exact").
+// Dot products of packed codes with the values of several query rows: out[row][lane] = sum_e code[lane][e]
+// value[row][e] for the 16 lanes of a line, tokens (K) or channels (V). The codes are unpacked once for all rows. Two
+// kinds of value: int16 with 32-bit sums ("fast"), and fp32 ("exact").
 //
-// Values are stored [e / 16][row][16], in units: 16 values, or 32 with codes of 1 bit (one word). int16 sums are exact as long
-// as 255 * amplitude * number of values < 2^31 (`int16_amplitude`).
-// (No #pragma once: foreach_target.h includes this file once per target.)
+// Values are stored [e / 16][row][16], in units: 16 values, or 32 with codes of 1 bit (one word). int16 sums are exact
+// as long as 255 * amplitude * number of values < 2^31 (`int16_amplitude`). (No #pragma once: foreach_target.h includes
+// this file once per target.)
 
 #if defined(KIVI_CPU_VECTOR_DOT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KIVI_CPU_VECTOR_DOT_INL_H_
@@ -32,8 +32,8 @@ struct DotShape {
   int64_t run_value_stride = 0;  // values
 };
 
-// Lines of the next page that are still to be prefetched. They are spread over the dot products: in a burst they cost a cold
-// cache a quarter more time.
+// Lines of the next page that are still to be prefetched. They are spread over the dot products: in a burst they cost a
+// cold cache a quarter more time.
 struct Fetch {
   const uint8_t* next = nullptr;
   const uint8_t* end = nullptr;
@@ -99,6 +99,7 @@ HWY_NOINLINE void dot_int16(const DotShape& shape, const uint8_t* codes, const v
   const auto* values = static_cast<const int16_t*>(value_pointer);
   const uint8_t* next = fetch.next;
   VI low[kRows], high[kRows];
+  KIVI_UNROLL
   for (int r = 0; r < kRows; r++) low[r] = high[r] = hn::Zero(DI());
   const __m512i low_mask = _mm512_set1_epi16((1 << kBits) - 1);
   const __m512i high_mask = _mm512_slli_epi16(low_mask, kBits);
@@ -107,16 +108,16 @@ HWY_NOINLINE void dot_int16(const DotShape& shape, const uint8_t* codes, const v
     const int16_t* value_at = values + run * shape.run_value_stride;
     for (int64_t unit = 0; unit < shape.units; unit++, value_at += U::kSubs * kRows * kLine) {
       fetch_lines<U::kFetch>(next, fetch.end);
-#pragma GCC unroll 4
+      KIVI_UNROLL
       for (int word = 0; word < U::kWords; word++, word_at += shape.word_stride) {
         const __m512i x = _mm512_loadu_si512(word_at);
-#pragma GCC unroll 8
+        KIVI_UNROLL
         for (int two = 0; two < U::kPairs; two += 2) {
           const __m512i y = two == 0 ? x : _mm512_srli_epi16(x, static_cast<unsigned>(kBits * two));
           const __m512i c0 = _mm512_and_si512(y, low_mask);
           const __m512i c1 = kBits == 8 ? _mm512_srli_epi16(x, 8) : _mm512_and_si512(y, high_mask);
           const int pair = word * U::kPairs + two;
-#pragma GCC unroll 8
+          KIVI_UNROLL
           for (int r = 0; r < kRows; r++) {
             multiply_pairs<kVnni>(low[r], c0, value_at + pair_offset<kRows>(pair, r));
             multiply_pairs<kVnni>(high[r], c1, value_at + pair_offset<kRows>(pair + 1, r));
@@ -126,6 +127,7 @@ HWY_NOINLINE void dot_int16(const DotShape& shape, const uint8_t* codes, const v
     }
   }
   fetch.next = next;
+  KIVI_UNROLL
   for (int r = 0; r < kRows; r++) {
     constexpr int kWeight = kBits == 8 ? 0 : kBits;
     const VI sum = hn::Add(hn::ShiftLeft<kWeight>(low[r]), high[r]);
@@ -140,8 +142,8 @@ HWY_INLINE VI multiply_pairs(VS codes, VS pairs) {
 #if HWY_TARGET == HWY_AVX2
   return VI{_mm256_madd_epi16(codes.raw, pairs.raw)};
 #else
-  return VI{vpaddq_s32(vmull_s16(vget_low_s16(codes.raw), vget_low_s16(pairs.raw)),
-                       vmull_high_s16(codes.raw, pairs.raw))};
+  return VI{
+      vpaddq_s32(vmull_s16(vget_low_s16(codes.raw), vget_low_s16(pairs.raw)), vmull_high_s16(codes.raw, pairs.raw))};
 #endif
 }
 
@@ -161,15 +163,19 @@ HWY_NOINLINE void dot_int16(const DotShape& shape, const uint8_t* codes, const v
   int positions = kPositions;
   asm volatile("" : "+r"(positions));  // a loop, not code for every pass: the op cache is small
   VI sum[kRows][kLineVectors];
+  KIVI_UNROLL
   for (int r = 0; r < kRows; r++) {
+    KIVI_UNROLL
     for (int v = 0; v < kLineVectors; v++) sum[r][v] = hn::Zero(di);
   }
   VS mask = hn::Set(ds, (1 << kBits) - 1);
-#pragma GCC unroll 1
+  KIVI_NO_UNROLL
   for (int k = 0; k < positions; k++) {
     if (k != 0) {
-      mask = hn::ShiftLeft<kBits == 8 ? 0 : kBits>(mask);
+      mask = hn::ShiftLeft < kBits == 8 ? 0 : kBits > (mask);
+      KIVI_UNROLL
       for (int r = 0; r < kRows; r++) {
+        KIVI_UNROLL
         for (int v = 0; v < kLineVectors; v++) sum[r][v] = hn::ShiftLeft<kBits>(sum[r][v]);
       }
     }
@@ -177,25 +183,25 @@ HWY_NOINLINE void dot_int16(const DotShape& shape, const uint8_t* codes, const v
       const uint8_t* word_at = codes + run * shape.run_code_stride;
       const int16_t* value_at = values + run * shape.run_value_stride + 2 * kPackedPair[k];
       asm volatile("" : "+r"(word_at));  // or g++ keeps all words of all passes in stack slots
-#pragma GCC unroll 1
+      KIVI_NO_UNROLL
       for (int64_t unit = 0; unit < shape.units; unit++, value_at += U::kSubs * kRows * kLine) {
         if (k == 0 || kPositions == 1) fetch_lines<U::kFetch>(next, fetch.end);
-#pragma GCC unroll 4
+        KIVI_UNROLL
         for (int word = 0; word < U::kWords; word++, word_at += shape.word_stride) {
-#pragma GCC unroll 2
+          KIVI_UNROLL
           for (int byte = 0; byte < 2; byte++) {
             VS c[kLineVectors];
-#pragma GCC unroll 4
+            KIVI_UNROLL
             for (int v = 0; v < kLineVectors; v++) {
               const auto* at = reinterpret_cast<const int16_t*>(word_at + v * sizeof(VS) + byte);
               c[v] = hn::And(mask, hn::LoadU(ds, at));
             }
             const int pair = word * U::kPairs + byte * kPositions;  // + k, which is in value_at
-#pragma GCC unroll 8
+            KIVI_UNROLL
             for (int r = 0; r < kRows; r++) {
               const auto& both = *reinterpret_cast<const AliasedInt32*>(value_at + pair_offset<kRows>(pair, r));
               const VS pairs = hn::BitCast(ds, hn::Set(di, both));
-#pragma GCC unroll 4
+              KIVI_UNROLL
               for (int v = 0; v < kLineVectors; v++) {
                 sum[r][v] = hn::Add(sum[r][v], multiply_pairs(c[v], pairs));
                 KIVI_KEEP(sum[r][v]);
@@ -207,7 +213,9 @@ HWY_NOINLINE void dot_int16(const DotShape& shape, const uint8_t* codes, const v
     }
   }
   fetch.next = next;
+  KIVI_UNROLL
   for (int r = 0; r < kRows; r++) {
+    KIVI_UNROLL
     for (int v = 0; v < kLineVectors; v++) {
       const VF x = hn::Mul(hn::ConvertTo(DF(), sum[r][v]), splat(1.0f / (1 << (8 - kBits))));
       store_float(x, out + r * kLine + v * kLanes);
@@ -217,10 +225,15 @@ HWY_NOINLINE void dot_int16(const DotShape& shape, const uint8_t* codes, const v
 
 #endif  // HWY_TARGET
 
-// What value e of fp32 has to be multiplied by, because its code is masked in place in its 16-bit half.
-constexpr float fp32_weight(int64_t bits, int64_t e) {
-  return 1.0f / static_cast<float>(int64_t{1} << (bits * (e % (32 / bits) / 2)));
-}
+// What value e of fp32 has to be multiplied by, because its code is masked in place in its 16-bit half; e modulo 32.
+struct Fp32Weights {
+  alignas(64) float of[32];
+  constexpr explicit Fp32Weights(int bits) : of() {
+    for (int e = 0; e < 32; e++) of[e] = 1.0f / static_cast<float>(1 << (bits * (e % (32 / bits) / 2)));
+  }
+};
+inline constexpr Fp32Weights kFp32Weights[4] = {Fp32Weights(1), Fp32Weights(2), Fp32Weights(4), Fp32Weights(8)};
+inline const float* fp32_weights(int64_t bits) { return kFp32Weights[bits == 8 ? 3 : bits / 2].of; }
 
 template <int kBits, int kRows>
 HWY_NOINLINE void dot_fp32(const DotShape& shape, const uint8_t* codes, const void* value_pointer, Fetch& fetch,
@@ -235,56 +248,62 @@ HWY_NOINLINE void dot_fp32(const DotShape& shape, const uint8_t* codes, const vo
   const DU du;
   const DI di;
   VF sum[kChains][kRows][kLineVectors];
+  KIVI_UNROLL
   for (int n = 0; n < kChains; n++) {
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) {
+      KIVI_UNROLL
       for (int v = 0; v < kLineVectors; v++) sum[n][r][v] = hn::Zero(df);
     }
   }
   for (int64_t run = 0; run < shape.runs; run++) {
     const uint8_t* word_at = codes + run * shape.run_code_stride;
     const float* value_at = values + run * shape.run_value_stride;
-#pragma GCC unroll 1
+    KIVI_NO_UNROLL
     for (int64_t unit = 0; unit < shape.units; unit++, value_at += U::kSubs * kRows * kLine) {
       fetch_lines<U::kFetch>(next, fetch.end);
-#pragma GCC unroll 4
+      KIVI_UNROLL
       for (int word = 0; word < U::kWords; word++, word_at += shape.word_stride) {
         hn::Vec<DU> x[kLineVectors];
-#pragma GCC unroll 4
+        KIVI_UNROLL
         for (int v = 0; v < kLineVectors; v++) {
           x[v] = hn::LoadU(du, reinterpret_cast<const uint32_t*>(word_at + v * sizeof(VF)));
         }
-#pragma GCC unroll 2
+        KIVI_UNROLL
         for (int half = 0; half < 2; half++) {
-#pragma GCC unroll 16
+          KIVI_UNROLL
           for (int j = 0; j < U::kPairs; j++) {
             VF c[kLineVectors];
-#pragma GCC unroll 4
+            KIVI_UNROLL
             for (int v = 0; v < kLineVectors; v++) {
               const auto mask = hn::Set(du, ((1u << kBits) - 1u) << (kBits * j));
               c[v] = hn::ConvertTo(df, hn::BitCast(di, hn::And(x[v], mask)));
             }
             const int e = word * U::kPerWord + 2 * j + half;
-#pragma GCC unroll 8
+            KIVI_UNROLL
             for (int r = 0; r < kRows; r++) {
               const VF value = splat(value_at[(e / kLine * kRows + r) * kLine + e % kLine]);
               VF(&s)[kLineVectors] = sum[j % kChains][r];
-#pragma GCC unroll 4
+              KIVI_UNROLL
               for (int v = 0; v < kLineVectors; v++) {
                 s[v] = hn::MulAdd(c[v], value, s[v]);
                 KIVI_KEEP(s[v]);
               }
             }
           }
-#pragma GCC unroll 4
+          KIVI_UNROLL
           for (int v = 0; v < kLineVectors; v++) x[v] = hn::ShiftRight<16>(x[v]);
         }
       }
     }
   }
   fetch.next = next;
+  KIVI_UNROLL
   for (int r = 0; r < kRows; r++) {
+    KIVI_UNROLL
     for (int v = 0; v < kLineVectors; v++) {
       VF total = sum[0][r][v];
+      KIVI_UNROLL
       for (int n = 1; n < kChains; n++) total = hn::Add(total, sum[n][r][v]);
       store_float(total, out + r * kLine + v * kLanes);
     }

@@ -1,6 +1,6 @@
-// Attention of a few query rows over exact tokens: the first tokens, the window and the new ones, in float32, float16 or
-// bfloat16. fp32 arithmetic for both precisions; the rules and the softmax are those of vector_rows-inl.h.
-// (No #pragma once: foreach_target.h includes this file once per target.)
+// Attention of a few query rows over exact tokens: the first tokens, the window and the new ones, in float32, float16
+// or bfloat16. fp32 arithmetic for both precisions; the rules and the softmax are those of vector_rows-inl.h. (No
+// #pragma once: foreach_target.h includes this file once per target.)
 
 #if defined(KIVI_CPU_VECTOR_EXACT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KIVI_CPU_VECTOR_EXACT_INL_H_
@@ -41,6 +41,7 @@ struct ExactKeys {
       const int64_t padded = round_up(count, kLine);
       const bool sees_all = rows->sees_all(first, count);
       if (!sees_all) rows->adjust_scores(first, count);
+      KIVI_UNROLL
       for (int r = 0; r < kRows; r++) {
         std::fill(rows->score + r * kChunk + count, rows->score + r * kChunk + padded, -kInfinity);
       }
@@ -86,21 +87,28 @@ struct ExactKeys {
   template <int kCount, int kSome>
   HWY_INLINE void score_rows(const void* k, int64_t at, int64_t stride, int64_t t, int first_row) {
     VF sum[kSome][kCount];
+    KIVI_UNROLL
     for (int r = 0; r < kSome; r++) {
+      KIVI_UNROLL
       for (int i = 0; i < kCount; i++) sum[r][i] = hn::Zero(DF());
     }
     const float* q = rows->q + first_row * rows->k_padded;
     for (int64_t d = 0; d < k_channels; d += kLanes) {
       VF key[kCount];
+      KIVI_UNROLL
       for (int i = 0; i < kCount; i++) key[i] = load(k, at + i * stride + d, k_channels - d);
+      KIVI_UNROLL
       for (int r = 0; r < kSome; r++) {
         const VF x = load_float(q + r * rows->k_padded + d);
+        KIVI_UNROLL
         for (int i = 0; i < kCount; i++) sum[r][i] = hn::MulAdd(x, key[i], sum[r][i]);
       }
     }
+    KIVI_UNROLL
     for (int r = 0; r < kSome; r++) {
       float* s = rows->score + (first_row + r) * kChunk + t;
       sum_lanes(sum[r], s);
+      KIVI_UNROLL
       for (int i = 0; i < kCount; i++) s[i] = plain_nan(s[i]);
     }
   }
@@ -116,24 +124,31 @@ struct ExactKeys {
   template <int kVectors, bool kMasked>
   void add_values(const void* v, int64_t at, int64_t stride, int64_t count, int64_t d) {
     VF sum[kRows][kVectors];
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) {
+      KIVI_UNROLL
       for (int i = 0; i < kVectors; i++) sum[r][i] = hn::Zero(DF());
     }
     for (int64_t t = 0; t < count; t++) {
       VF value[kVectors];
+      KIVI_UNROLL
       for (int i = 0; i < kVectors; i++) value[i] = load(v, at + t * stride + i * kLanes, v_channels - d - i * kLanes);
+      KIVI_UNROLL
       for (int r = 0; r < kRows; r++) {
         const float weight = rows->score[r * kChunk + t];
         if (kMasked && weight == 0.0f) continue;
+        KIVI_UNROLL
         for (int i = 0; i < kVectors; i++) {
           sum[r][i] = hn::MulAdd(value[i], splat(weight), sum[r][i]);
           KIVI_KEEP(sum[r][i]);
         }
       }
     }
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) {
       const VF factor = splat(rows->factor[r]);
       float* a = rows->acc + r * rows->v_channels + d;
+      KIVI_UNROLL
       for (int i = 0; i < kVectors; i++) {
         store_float(hn::MulAdd(sum[r][i], factor, load_float(a + i * kLanes)), a + i * kLanes);
       }
@@ -169,17 +184,17 @@ void exact_keys(const AttentionParams& p, const AttentionItem& item, const KeyRa
   for (int64_t token = ranges.window_begin; token < ranges.cached;) {  // at most two runs of the ring
     const int64_t slot = (token - f.sink_length) % capacity;
     const int64_t count = std::min(ranges.cached - token, capacity - slot);
-    attend(p.cache_type,
-           {at(p.window_k, capacity, slot, f.head_dim), at(p.window_v, capacity, slot, f.value_head_dim), f.head_dim,
-            f.value_head_dim, token, count});
+    attend(p.cache_type, {at(p.window_k, capacity, slot, f.head_dim), at(p.window_v, capacity, slot, f.value_head_dim),
+                          f.head_dim, f.value_head_dim, token, count});
     token += count;
   }
   if (ranges.fresh > 0) {
     const int64_t size = element_bytes(p.new_type);
     const int64_t k = item.batch * p.new_k_strides[0] + item.kv_head * p.new_k_strides[1];
     const int64_t v = item.batch * p.new_v_strides[0] + item.kv_head * p.new_v_strides[1];
-    attend(p.new_type, {static_cast<const uint8_t*>(p.new_k) + k * size, static_cast<const uint8_t*>(p.new_v) + v * size,
-                        p.new_k_strides[2], p.new_v_strides[2], ranges.cached, ranges.fresh});
+    attend(p.new_type,
+           {static_cast<const uint8_t*>(p.new_k) + k * size, static_cast<const uint8_t*>(p.new_v) + v * size,
+            p.new_k_strides[2], p.new_v_strides[2], ranges.cached, ranges.fresh});
   }
 }
 

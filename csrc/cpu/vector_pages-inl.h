@@ -1,12 +1,12 @@
 // Attention of a few query rows over the records of one page, straight from the packed codes. Per record (G tokens)
 //   score[t] = c + sum_d q'[d] code[t][d],  q' = q * K scale,  c = q . K zero
 //   out[d]  += sum_t w[t] code[t][d] + sum_t p[t] V zero[t],  w = p * V scale,  p = 2^(score - maximum of the page)
-// "exact": q' and w are fp32. "fast": both are int16, q' with a factor for each row and page, w with one for each page; no
-// result of a row depends on the other rows.
+// "exact": q' and w are fp32. "fast": both are int16, q' with a factor for each row and page, w with one for each page;
+// no result of a row depends on the other rows.
 //
-// Error of "fast" in one score (log2 units): half a step of q' for each channel, a step being max_d |q'[d]| / amplitude,
-// so at most sum_d code[d] / 2 * max|q'| / 32767, and about sqrt(D) * 2^-17 * max|q'| * max code in practice.
-// (No #pragma once: foreach_target.h includes this file once per target.)
+// Error of "fast" in one score (log2 units): half a step of q' for each channel, a step being max_d |q'[d]| /
+// amplitude, so at most sum_d code[d] / 2 * max|q'| / 32767, and about sqrt(D) * 2^-17 * max|q'| * max code in
+// practice. (No #pragma once: foreach_target.h includes this file once per target.)
 
 #if defined(KIVI_CPU_VECTOR_PAGES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KIVI_CPU_VECTOR_PAGES_INL_H_
@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "cpu/vector_dot-inl.h"
 #include "cpu/vector_rows-inl.h"
@@ -42,8 +43,8 @@ struct Pages {
   float amplitude = 0;       // of q'
   int64_t v_subs = 1;        // blocks of 16 values of one record in v_values
   int64_t value_stride = 0;  // floats from the values of one plane to those of the other (exact, 3 bits)
-  // Values of fp32 by plane: what undoes the place of the code in its word; index e % 32.
-  alignas(64) float k_weight[2][32], v_weight[2][32];
+  const float* k_weight[2] = {nullptr, nullptr};  // fp32_weights, by plane
+  const float* v_weight[2] = {nullptr, nullptr};
   // In the thread's scratch buffer.
   float* q_scaled = nullptr;   // [kRows][k_padded]: q on the scale of q' (fast)
   float* scale_max = nullptr;  // [k_padded]
@@ -51,7 +52,7 @@ struct Pages {
   float* v_values = nullptr;   // [planes][128 or 256 slots / 16][kRows][16] w of one group of channels
 
   alignas(64) float dot[2][kRows][kLine];  // what the two planes give
-  float to_int[kRows], from_int[kRows];    // q -> q' and back
+  float from_int[kRows];                   // q' -> q (fast)
   float c[kRows];
 
   void begin(const AttentionParams& p, Rows<kRows>* r, bool vnni) {
@@ -70,15 +71,19 @@ struct Pages {
       const int64_t bits = plane_bits(f.k_bits, plane);
       k_dot[plane] = dot_function<kRows>(bits, exact, vnni);
       k_shape[plane] = {units_of(bits, layout->k_channels), 1, kLineBytes, 0, 0};
-      for (int e = 0; e < 32; e++) k_weight[plane][e] = fp32_weight(bits, e);
+      k_weight[plane] = fp32_weights(bits);
     }
     for (int plane = 0; plane < v_planes; plane++) {
       const int64_t bits = plane_bits(f.v_bits, plane);
       v_dot[plane] = dot_function<kRows>(bits, exact, vnni);
       v_shape[plane] = {units_of(bits, group_size), 0, layout->v_channels / kLine * kLineBytes, layout->bytes,
                         v_subs * kRows * kLine};
-      for (int e = 0; e < 32; e++) v_weight[plane][e] = fp32_weight(bits, e);
+      v_weight[plane] = fp32_weights(bits);
     }
+    // Where a word of 32 codes has 16 values only, the others are 0.
+    const size_t values_bytes = static_cast<size_t>(2 * value_stride) * sizeof(float);
+    if (layout->k_channels % 32 != 0) std::memset(k_values, 0, values_bytes);
+    if (group_size == kLine) std::memset(v_values, 0, values_bytes);
   }
 
   static int64_t units_of(int64_t bits, int64_t values) { return ceil_div(values, bits == 1 ? 2 * kLine : kLine); }
@@ -86,74 +91,117 @@ struct Pages {
   // `tokens` tokens (a multiple of G) from key `first_key` on.
   void page(const uint8_t* records, int64_t tokens, int64_t first_key, Fetch& fetch) {
     if (!rows->sees_any(first_key, tokens)) return;
-    const int64_t count = tokens / group_size;
     if (exact) {
-      scores<true>(records, count, fetch);
+      half_scales ? page_as<true, true>(records, tokens, first_key, fetch)
+                  : page_as<true, false>(records, tokens, first_key, fetch);
     } else {
-      bound_queries(records, count);
-      scores<false>(records, count, fetch);
-    }
-    const bool all = rows->sees_all(first_key, tokens);
-    if (all) {
-      rows->template softmax<false>(tokens);
-    } else {
-      rows->adjust_scores(first_key, tokens);
-      rows->template softmax<true>(tokens);
-    }
-    if (exact) {
-      all ? values<true, false>(records, count, fetch) : values<true, true>(records, count, fetch);
-    } else {
-      all ? values<false, false>(records, count, fetch) : values<false, true>(records, count, fetch);
+      half_scales ? page_as<false, true>(records, tokens, first_key, fetch)
+                  : page_as<false, false>(records, tokens, first_key, fetch);
     }
   }
 
  private:
-  // Vector i of a section of scales or zeros.
-  HWY_INLINE VF load_scale(const uint8_t* section, int64_t i) const {
-    return half_scales ? load_half(reinterpret_cast<const uint16_t*>(section) + i)
-                       : load_float(reinterpret_cast<const float*>(section) + i);
+  template <bool kExact, bool kHalf>
+  void page_as(const uint8_t* records, int64_t tokens, int64_t first_key, Fetch& fetch) {
+    const int64_t count = tokens / group_size;
+    if constexpr (!kExact) bound_queries<kHalf>(records, count);
+    scores<kExact, kHalf>(records, count, fetch);
+    if (rows->sees_all(first_key, tokens)) {
+      rows->template softmax<false>(tokens);
+      values<kExact, kHalf, false>(records, count, fetch);
+    } else {
+      rows->adjust_scores(first_key, tokens);
+      rows->template softmax<true>(tokens);
+      values<kExact, kHalf, true>(records, count, fetch);
+    }
   }
+
+  // Vector i of a section of scales or zeros.
+  template <bool kHalf>
+  static HWY_INLINE VF load_scale(const uint8_t* section, int64_t i) {
+    return kHalf ? load_half(reinterpret_cast<const uint16_t*>(section) + i)
+                 : load_float(reinterpret_cast<const float*>(section) + i);
+  }
+
+  // Vector i of the largest ones of `count` sections of scales. Scales are not negative, so that halves order like
+  // integers.
+  template <bool kHalf>
+  static HWY_INLINE VF largest_scale(const uint8_t* section, int64_t count, int64_t stride, int64_t i) {
+    if constexpr (kHalf) {
+      const hn::Rebind<uint16_t, DF> dh;
+      const hn::Rebind<hwy::float16_t, DF> df16;
+      auto top = hn::LoadU(dh, reinterpret_cast<const uint16_t*>(section) + i);
+      for (int64_t n = 1; n < count; n++) {
+        top = hn::Max(top, hn::LoadU(dh, reinterpret_cast<const uint16_t*>(section + n * stride) + i));
+      }
+      return hn::PromoteTo(DF(), hn::BitCast(df16, top));
+    } else {
+      VF top = load_scale<kHalf>(section, i);
+      for (int64_t n = 1; n < count; n++) top = hn::Max(top, load_scale<kHalf>(section + n * stride, i));
+      return top;
+    }
+  }
+
+  // The functions below copy what they need of *this first: their stores could change it, for all the compiler knows.
 
   // The factors that bring q' into int16: one for each row, from the largest |q * scale| of the page.
+  template <bool kHalf>
   void bound_queries(const uint8_t* records, int64_t count) {
-    const int64_t channels = layout->k_channels;
+    const int64_t channels = layout->k_channels, stride = layout->bytes, row_stride = rows->k_padded;
+    const uint8_t* const section = records + layout->k_scale;
+    const float* const q = rows->q;
+    float* const out = q_scaled;
     VF bound[kRows];
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) bound[r] = hn::Zero(DF());
     for (int64_t d = 0; d < channels; d += kLanes) {
-      VF s = load_scale(records + layout->k_scale, d);
-      for (int64_t i = 1; i < count; i++) s = hn::Max(s, load_scale(records + i * layout->bytes + layout->k_scale, d));
+      const VF s = largest_scale<kHalf>(section, count, stride, d);
+      KIVI_UNROLL
       for (int r = 0; r < kRows; r++) {
-        bound[r] = max_number(hn::Abs(hn::Mul(s, load_float(rows->q + r * rows->k_padded + d))), bound[r]);
+        bound[r] = max_number(hn::Abs(hn::Mul(s, load_float(q + r * row_stride + d))), bound[r]);
       }
     }
+    float top[kRows];
+    max_lanes(bound, top);
+    VF scale[kRows];
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) {
-      const float top = max_lane(bound[r]);
-      const bool usable = top > kTinyBound && top < kHugeBound;
-      to_int[r] = usable ? amplitude / top : 1.0f;
-      from_int[r] = usable ? top / amplitude : 1.0f;
-      const VF scale = splat(to_int[r]);
-      for (int64_t d = 0; d < channels; d += kLanes) {
-        store_float(hn::Mul(scale, load_float(rows->q + r * rows->k_padded + d)), q_scaled + r * rows->k_padded + d);
+      const bool usable = top[r] > kTinyBound && top[r] < kHugeBound;
+      const float factor = usable ? amplitude / top[r] : 1.0f;
+      from_int[r] = usable ? top[r] / amplitude : 1.0f;
+      scale[r] = splat(factor);
+    }
+    for (int64_t d = 0; d < channels; d += kLanes) {
+      KIVI_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        store_float(hn::Mul(scale[r], load_float(q + r * row_stride + d)), out + r * row_stride + d);
       }
     }
   }
 
-  template <bool kExact>
+  template <bool kExact, bool kHalf>
   void scores(const uint8_t* records, int64_t count, Fetch& fetch) {
+    const int64_t words_0 = layout->k_words[0] * kLineBytes, words_1 = layout->k_words[1] * kLineBytes;
+    float* const score = rows->score;
     for (int64_t i = 0; i < count; i++) {
       const uint8_t* record = records + i * layout->bytes;
-      prepare_keys<kExact>(record);
+      prepare_keys<kExact, kHalf>(record);
       for (int64_t t = 0; t < group_size; t += kLine) {
-        for (int plane = 0; plane < k_planes; plane++) {
-          const uint8_t* codes = record + layout->k_codes[plane] + t / kLine * layout->k_words[plane] * kLineBytes;
-          k_dot[plane](k_shape[plane], codes, k_values + (kExact ? plane * value_stride : 0), fetch, dot[plane][0]);
+        const int64_t line = t / kLine;
+        k_dot[0](k_shape[0], record + layout->k_codes[0] + line * words_0, k_values, fetch, dot[0][0]);
+        if (k_planes == 2) {
+          const float* const values = k_values + (kExact ? value_stride : 0);
+          k_dot[1](k_shape[1], record + layout->k_codes[1] + line * words_1, values, fetch, dot[1][0]);
+          add_high_plane();
         }
-        if (k_planes == 2) add_high_plane();
+        KIVI_UNROLL
         for (int r = 0; r < kRows; r++) {
-          float* s = rows->score + r * kChunk + i * group_size + t;
-          for (int v = 0; v < kLine; v += kLanes) {
-            const VF x = load_float(dot[0][r] + v);
-            store_float(kExact ? hn::Add(x, splat(c[r])) : hn::MulAdd(x, splat(from_int[r]), splat(c[r])), s + v);
+          const VF f = splat(from_int[r]), constant = splat(c[r]);
+          float* s = score + r * kChunk + i * group_size + t;
+          KIVI_UNROLL
+          for (int v = 0; v < kLineVectors; v++) {
+            const VF x = load_float(dot[0][r] + v * kLanes);
+            store_float(kExact ? hn::Add(x, constant) : hn::MulAdd(x, f, constant), s + v * kLanes);
           }
         }
       }
@@ -161,52 +209,73 @@ struct Pages {
   }
 
   // q' and c of one record.
-  template <bool kExact>
+  template <bool kExact, bool kHalf>
   void prepare_keys(const uint8_t* record) {
-    const float* q = kExact ? rows->q : q_scaled;
-    const int64_t stride = rows->k_padded;
-    auto* int_values = reinterpret_cast<int16_t*>(k_values);
+    const float* const q = kExact ? rows->q : q_scaled;
+    const int64_t stride = rows->k_padded, channels = layout->k_channels;
+    const uint8_t* const scales = record + layout->k_scale;
+    const uint8_t* const zeros = record + layout->k_zero;
+    const ValueStore<kExact> store{k_weight[0], k_weight[1], k_values, k_planes == 2 ? value_stride : 0};
     VF zero_dot[kRows];
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) zero_dot[r] = hn::Zero(DF());
-    for (int64_t d = 0; d < layout->k_channels; d += kLine) {
+    for (int64_t d = 0; d < channels; d += kLine) {
       VF s[kLineVectors], z[kLineVectors];
+      KIVI_UNROLL
       for (int v = 0; v < kLineVectors; v++) {
-        s[v] = load_scale(record + layout->k_scale, d + v * kLanes);
-        z[v] = load_scale(record + layout->k_zero, d + v * kLanes);
+        s[v] = load_scale<kHalf>(scales, d + v * kLanes);
+        z[v] = load_scale<kHalf>(zeros, d + v * kLanes);
       }
+      VF y[kRows][kLineVectors];
+      KIVI_UNROLL
       for (int r = 0; r < kRows; r++) {
-        const int64_t at = (d / kLine * kRows + r) * kLine;
-        VF x[kLineVectors];
+        KIVI_UNROLL
         for (int v = 0; v < kLineVectors; v++) {
-          const VF y = load_float(q + r * stride + d + v * kLanes);
-          zero_dot[r] = hn::MulAdd(y, z[v], zero_dot[r]);
-          x[v] = hn::Mul(y, s[v]);
-        }
-        if constexpr (kExact) {
-          store_weighted(x, k_weight, k_planes, d % 32, k_values + at);
-        } else {
-          store_int16(x, int_values + at);
+          y[r][v] = load_float(q + r * stride + d + v * kLanes);
+          zero_dot[r] = hn::MulAdd(y[r][v], z[v], zero_dot[r]);
         }
       }
+      store.put(y, s, d, d / kLine);
     }
     sum_lanes(zero_dot, c);
     for (int r = 0; r < kRows; r++) c[r] = plain_nan(kExact ? c[r] : c[r] * from_int[r]);
   }
 
-  // 16 values of fp32 for each plane.
-  HWY_INLINE void store_weighted(const VF (&x)[kLineVectors], const float (&weight)[2][32], int planes, int64_t e,
-                                 float* out) const {
-    for (int plane = 0; plane < planes; plane++) {
-      for (int v = 0; v < kLineVectors; v++) {
-        const VF w = load_float(weight[plane] + e + v * kLanes);
-        store_float(hn::Mul(x[v], w), out + plane * value_stride + v * kLanes);
+  // Puts values x * s where the dot products want them.
+  template <bool kExact>
+  struct ValueStore {
+    const float *weight_0, *weight_1;  // by plane
+    float* values;
+    int64_t second;  // floats to the values of the second plane; 0: there is none (exact only)
+
+    // Block `block` of 16 values; e: the index of the first one in its record.
+    HWY_INLINE void put(const VF (&x)[kRows][kLineVectors], const VF (&s)[kLineVectors], int64_t e, int64_t block) const {
+      const int64_t at = block * (kRows * kLine);
+      if constexpr (!kExact) {
+        KIVI_UNROLL
+        for (int r = 0; r < kRows; r++) store_products(x[r], s, reinterpret_cast<int16_t*>(values) + at + r * kLine);
+      } else {
+        put_plane(x, s, weight_0 + e % 32, values + at);
+        if (second != 0) put_plane(x, s, weight_1 + e % 32, values + at + second);
       }
     }
-  }
+
+    static HWY_INLINE void put_plane(const VF (&x)[kRows][kLineVectors], const VF (&s)[kLineVectors],
+                                     const float* weight, float* out) {
+      KIVI_UNROLL
+      for (int v = 0; v < kLineVectors; v++) {
+        const VF factor = hn::Mul(s[v], load_float(weight + v * kLanes));
+        KIVI_UNROLL
+        for (int r = 0; r < kRows; r++) store_float(hn::Mul(x[r][v], factor), out + r * kLine + v * kLanes);
+      }
+    }
+  };
 
   // 3 bits: the high bit counts 4.
   void add_high_plane() {
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) {
+      KIVI_UNROLL
       for (int v = 0; v < kLine; v += kLanes) {
         const VF high = load_float(dot[1][r] + v);
         store_float(hn::MulAdd(high, splat(4.0f), load_float(dot[0][r] + v)), dot[0][r] + v);
@@ -214,29 +283,33 @@ struct Pages {
     }
   }
 
-  template <bool kExact, bool kMasked>
+  template <bool kExact, bool kHalf, bool kMasked>
   void values(const uint8_t* records, int64_t count, Fetch& fetch) {
     float to_weight = 1.0f, from_weight = 1.0f;
     if constexpr (!kExact) {
-      const float top = largest_value_scale(records, count);
+      const float top = largest_value_scale<kHalf>(records, count);
       const bool usable = top > kTinyBound;
       to_weight = usable ? 32767.0f / top : 0.0f;
       from_weight = usable ? top / 32767.0f : 0.0f;
     }
-    const int64_t lines = layout->v_channels / kLine;
+    v_shape[0].runs = v_shape[1].runs = count;
+    const int64_t lines = layout->v_channels / kLine, group_lines = group_size / kLine;
+    float* const acc = rows->acc;
     for (int64_t g = 0; g < layout->v_groups; g++) {
-      prepare_weights<kExact, kMasked>(records, count, g, to_weight);
-      const int64_t last_line = std::min(lines, (g + 1) * (group_size / kLine));
-      for (int64_t line = g * (group_size / kLine); line < last_line; line++) {
-        for (int plane = 0; plane < v_planes; plane++) {
-          v_shape[plane].runs = count;
-          const uint8_t* codes = records + layout->v_codes[plane] + line * kLineBytes;
-          v_dot[plane](v_shape[plane], codes, v_values + (kExact ? plane * value_stride : 0), fetch, dot[plane][0]);
+      prepare_weights<kExact, kHalf, kMasked>(records, count, g, to_weight);
+      const int64_t last_line = std::min(lines, (g + 1) * group_lines);
+      for (int64_t line = g * group_lines; line < last_line; line++) {
+        v_dot[0](v_shape[0], records + layout->v_codes[0] + line * kLineBytes, v_values, fetch, dot[0][0]);
+        if (v_planes == 2) {
+          const float* const weights = v_values + (kExact ? value_stride : 0);
+          v_dot[1](v_shape[1], records + layout->v_codes[1] + line * kLineBytes, weights, fetch, dot[1][0]);
+          add_high_plane();
         }
-        if (v_planes == 2) add_high_plane();
+        KIVI_UNROLL
         for (int r = 0; r < kRows; r++) {
           const VF f = splat(rows->factor[r] * from_weight);
-          float* a = rows->acc + r * rows->v_channels + line * kLine;
+          float* a = acc + r * rows->v_channels + line * kLine;
+          KIVI_UNROLL
           for (int v = 0; v < kLine; v += kLanes) {
             store_float(hn::MulAdd(load_float(dot[0][r] + v), f, load_float(a + v)), a + v);
           }
@@ -245,47 +318,53 @@ struct Pages {
     }
   }
 
+  template <bool kHalf>
   float largest_value_scale(const uint8_t* records, int64_t count) const {
-    VF top = hn::Zero(DF());
-    for (int64_t i = 0; i < count; i++) {
-      const uint8_t* section = records + i * layout->bytes + layout->v_scale;
-      for (int64_t j = 0; j < layout->v_groups * group_size; j += kLanes) top = hn::Max(top, load_scale(section, j));
+    const int64_t size = layout->v_groups * group_size, stride = layout->bytes;
+    const uint8_t* const section = records + layout->v_scale;
+    VF top[1] = {hn::Zero(DF())};
+    for (int64_t i = 0; i < size; i += kLanes) {
+      top[0] = hn::Max(top[0], largest_scale<kHalf>(section, count, stride, i));
     }
-    return max_lane(top);
+    float result;
+    max_lanes(top, &result);
+    return result;
   }
 
   // w of one group of channels, and the part of its zeros. kMasked: a token that weighs 0 must not give 0 * NaN.
-  template <bool kExact, bool kMasked>
+  template <bool kExact, bool kHalf, bool kMasked>
   void prepare_weights(const uint8_t* records, int64_t count, int64_t group, float to_weight) {
-    auto* int_values = reinterpret_cast<int16_t*>(v_values);
+    const int64_t size = group_size, stride = layout->bytes, first = group * size, subs = v_subs;
+    const uint8_t* scales = records + layout->v_scale;
+    const uint8_t* zeros = records + layout->v_zero;
+    const float* score = rows->score;
+    const ValueStore<kExact> store{v_weight[0], v_weight[1], v_values, v_planes == 2 ? value_stride : 0};
     VF zero_sum[kRows];
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) zero_sum[r] = hn::Zero(DF());
-    for (int64_t i = 0; i < count; i++) {
-      const uint8_t* record = records + i * layout->bytes;
-      for (int64_t t = 0; t < group_size; t += kLine) {
+    for (int64_t i = 0; i < count; i++, scales += stride, zeros += stride, score += size) {
+      for (int64_t t = 0; t < size; t += kLine) {
         VF s[kLineVectors], z[kLineVectors];
+        KIVI_UNROLL
         for (int v = 0; v < kLineVectors; v++) {
-          s[v] = load_scale(record + layout->v_scale, group * group_size + t + v * kLanes);
-          z[v] = load_scale(record + layout->v_zero, group * group_size + t + v * kLanes);
+          s[v] = load_scale<kHalf>(scales, first + t + v * kLanes);
+          z[v] = load_scale<kHalf>(zeros, first + t + v * kLanes);
           if constexpr (!kExact) s[v] = hn::Mul(s[v], splat(to_weight));
         }
+        VF p[kRows][kLineVectors];
+        KIVI_UNROLL
         for (int r = 0; r < kRows; r++) {
-          const int64_t at = ((i * v_subs + t / kLine) * kRows + r) * kLine;
-          VF x[kLineVectors];
+          KIVI_UNROLL
           for (int v = 0; v < kLineVectors; v++) {
-            const VF p = load_float(rows->score + r * kChunk + i * group_size + t + v * kLanes);
-            const VF zero = kMasked ? hn::IfThenZeroElse(hn::Eq(p, hn::Zero(DF())), z[v]) : z[v];
-            zero_sum[r] = hn::MulAdd(p, zero, zero_sum[r]);
-            x[v] = hn::Mul(p, s[v]);
-          }
-          if constexpr (kExact) {
-            store_weighted(x, v_weight, v_planes, t % 32, v_values + at);
-          } else {
-            store_int16(x, int_values + at);
+            p[r][v] = load_float(score + r * kChunk + t + v * kLanes);
+            const VF zero = kMasked ? hn::IfThenZeroElse(hn::Eq(p[r][v], hn::Zero(DF())), z[v]) : z[v];
+            zero_sum[r] = hn::MulAdd(p[r][v], zero, zero_sum[r]);
           }
         }
+        store.put(p, s, t, i * subs + t / kLine);
       }
     }
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) {
       float* z = rows->zero_acc + (group * kRows + r) * kLanes;
       store_float(hn::MulAdd(splat(rows->factor[r]), zero_sum[r], load_float(z)), z);

@@ -69,9 +69,8 @@ struct Rows {
       }
       all_begin = std::max(all_begin, seen[r].begin);
       all_end = std::min(all_end, seen[r].end);
-      slope[r] = p.alibi_slopes != nullptr
-                     ? p.alibi_slopes[item.batch * p.alibi_batch_stride + row.head] * kLog2E
-                     : 0.0f;
+      slope[r] =
+          p.alibi_slopes != nullptr ? p.alibi_slopes[item.batch * p.alibi_batch_stride + row.head] * kLog2E : 0.0f;
       mask[r] = nullptr;
       if (p.mask_type != MaskType::kNone) {
         const int64_t size = p.mask_type == MaskType::kBool ? 1 : static_cast<int64_t>(sizeof(float));
@@ -125,13 +124,16 @@ struct Rows {
   // far are brought to the new maximum. `count` is a multiple of 16. kMasked: scores may be -inf, and weigh exactly 0.
   template <bool kMasked>
   void softmax(int64_t count) {
-    float chunk_max[kRows];
+    VF top[kRows];
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) {
-      VF m = splat(-kInfinity);
-      for (int64_t t = 0; t < count; t += kLanes) m = max_number(load_float(score + r * kChunk + t), m);
-      chunk_max[r] = max_lane(m);
+      top[r] = splat(-kInfinity);
+      for (int64_t t = 0; t < count; t += kLanes) top[r] = max_number(load_float(score + r * kChunk + t), top[r]);
     }
+    float chunk_max[kRows];
+    max_lanes(top, chunk_max);
     update_max(chunk_max);
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) {
       const VF reference = splat(chunk_max[r] > -kInfinity ? chunk_max[r] : 0.0f);
       VF total = hn::Zero(DF());
@@ -177,8 +179,8 @@ struct Rows {
     VF bad = hn::Zero(DF());
     for (int64_t d = 0; d < channels; d += kLanes) {
       const int64_t left = channels - d;
-      const VF x = hn::Mul(scale, left >= kLanes ? load_as_float<kType>(params->q, at + d)
-                                                 : load_tail<kType>(params->q, at + d, left));
+      const VF x = hn::Mul(
+          scale, left >= kLanes ? load_as_float<kType>(params->q, at + d) : load_tail<kType>(params->q, at + d, left));
       bad = hn::MulAdd(x, hn::Zero(DF()), bad);
       store_float(x, row + d);
     }
@@ -212,6 +214,7 @@ struct Rows {
     constexpr int kPadded = (kRows + kLanes - 1) / kLanes * kLanes;
     alignas(64) float now[kPadded] = {}, before[kPadded] = {};
     bool grows = false;
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) {
       const float after = std::max(max[r], chunk_max[r]);
       grows |= after > max[r];
@@ -220,9 +223,11 @@ struct Rows {
       max[r] = after;
     }
     exp2_all<kPadded>(now);
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) factor[r] = chunk_max[r] > -kInfinity ? now[r] : 0.0f;
     if (!grows) return;
     exp2_all<kPadded>(before);
+    KIVI_UNROLL
     for (int r = 0; r < kRows; r++) {
       const VF shrink = splat(before[r]);
       store_float(hn::Mul(shrink, load_float(sum[r])), sum[r]);
@@ -248,15 +253,19 @@ struct Rows {
   template <int kVectors, bool kMasked>
   static HWY_INLINE void weigh(float* s, VF reference, VF& total) {
     VF x[kVectors];
+    KIVI_UNROLL
     for (int i = 0; i < kVectors; i++) x[i] = hn::Sub(load_float(s + i * kLanes), reference);
     if constexpr (kMasked) {
       VF p[kVectors];
+      KIVI_UNROLL
       for (int i = 0; i < kVectors; i++) p[i] = x[i];
       exp2_inplace(p);
+      KIVI_UNROLL
       for (int i = 0; i < kVectors; i++) x[i] = hn::IfThenZeroElse(hn::Eq(x[i], splat(-kInfinity)), p[i]);
     } else {
       exp2_inplace(x);
     }
+    KIVI_UNROLL
     for (int i = 0; i < kVectors; i++) {
       store_float(x[i], s + i * kLanes);
       total = hn::Add(total, x[i]);

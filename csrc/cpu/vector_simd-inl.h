@@ -49,6 +49,15 @@ static_assert(sizeof(VF) == kLanes * sizeof(float), "the lanes of this target");
 #define KIVI_KEEP(vector) asm("" : "+w"((vector).raw))
 #endif
 
+// Before every loop over sums: g++ keeps an array in registers only if all loops over it are gone early.
+#if HWY_COMPILER_CLANG
+#define KIVI_UNROLL _Pragma("unroll")
+#define KIVI_NO_UNROLL _Pragma("nounroll")
+#else
+#define KIVI_UNROLL _Pragma("GCC unroll 32")
+#define KIVI_NO_UNROLL _Pragma("GCC unroll 1")
+#endif
+
 HWY_INLINE VF splat(float x) { return hn::Set(DF(), x); }
 HWY_INLINE VF load_float(const float* p) { return hn::LoadU(DF(), p); }
 HWY_INLINE void store_float(VF x, float* p) { hn::StoreU(x, DF(), p); }
@@ -77,7 +86,8 @@ template <Element kType>
 HWY_INLINE VF load_tail(const void* array, int64_t i, int64_t count) {
   alignas(64) uint8_t lanes[kLanes * sizeof(float)] = {};
   const int64_t size = element_bytes(kType);
-  std::memcpy(lanes, static_cast<const uint8_t*>(array) + i * size, static_cast<size_t>(count * size));
+  const int64_t bytes = (count & (kLanes - 1)) * size;  // the mask is for the compiler's bounds check
+  std::memcpy(lanes, static_cast<const uint8_t*>(array) + i * size, static_cast<size_t>(bytes));
   return load_as_float<kType>(lanes, 0);
 }
 
@@ -90,35 +100,32 @@ HWY_INLINE VF max_number(VF x, VF best) {
 #endif
 }
 
-// Rounds to nearest even. NaN and what does not fit give some integer.
-HWY_INLINE VI round_to_int(VF x) {
-#if HWY_TARGET == HWY_AVX3
-  return VI{_mm512_cvtps_epi32(x.raw)};
-#elif HWY_TARGET == HWY_AVX2
-  return VI{_mm256_cvtps_epi32(x.raw)};
-#else
-  return VI{vcvtnq_s32_f32(x.raw)};
-#endif
-}
-
-// 16 numbers as int16, saturating. Pair j (numbers 2j and 2j+1) is stored as pair kPackedPair[j]: AVX2 packs within
-// its 128-bit halves, and to leave it so costs only another address when the pairs are read.
+// out[i] = x[i] * y[i] rounded to int16, for 16 numbers whose products fit. (If one does not fit, or is NaN, some
+// int16.) Pair j (numbers 2j and 2j+1) is stored as pair kPackedPair[j]: AVX2 packs within its 128-bit halves, and to
+// leave it so costs only another address when the pairs are read.
 #if HWY_TARGET == HWY_AVX2
 inline constexpr int kPackedPair[8] = {0, 1, 4, 5, 2, 3, 6, 7};
 #else
 inline constexpr int kPackedPair[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
 
-HWY_INLINE void store_int16(const VF (&x)[kLineVectors], int16_t* out) {
+HWY_INLINE void store_products(const VF (&x)[kLineVectors], const VF (&y)[kLineVectors], int16_t* out) {
 #if HWY_TARGET == HWY_AVX3
-  _mm256_store_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtsepi32_epi16(round_to_int(x[0]).raw));
+  // Adding 1.5 * 2^23 leaves the rounded product in the low half of the sum.
+  const __m512 shifted = _mm512_fmadd_ps(x[0].raw, y[0].raw, _mm512_set1_ps(12582912.0f));
+  const __m512i even = _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,  //
+                                        30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i packed = _mm512_permutexvar_epi16(even, _mm512_castps_si512(shifted));
+  _mm256_store_si256(reinterpret_cast<__m256i*>(out), _mm512_castsi512_si256(packed));
 #elif HWY_TARGET == HWY_AVX2
   _mm256_store_si256(reinterpret_cast<__m256i*>(out),
-                     _mm256_packs_epi32(round_to_int(x[0]).raw, round_to_int(x[1]).raw));
+                     _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(x[0].raw, y[0].raw)),
+                                        _mm256_cvtps_epi32(_mm256_mul_ps(x[1].raw, y[1].raw))));
 #else
   for (int i = 0; i < 2; i++) {
-    vst1q_s16(out + 8 * i, vcombine_s16(vqmovn_s32(round_to_int(x[2 * i]).raw),
-                                        vqmovn_s32(round_to_int(x[2 * i + 1]).raw)));
+    const int32x4_t low = vcvtnq_s32_f32(vmulq_f32(x[2 * i].raw, y[2 * i].raw));
+    const int32x4_t high = vcvtnq_s32_f32(vmulq_f32(x[2 * i + 1].raw, y[2 * i + 1].raw));
+    vst1q_s16(out + 8 * i, vcombine_s16(vqmovn_s32(low), vqmovn_s32(high)));
   }
 #endif
 }
@@ -128,8 +135,10 @@ template <int kCount>
 HWY_INLINE void sum_lanes(const VF (&v)[kCount], float* out) {
 #if HWY_ARCH_X86
   if constexpr (kCount % 4 == 0) {
+    KIVI_UNROLL
     for (int i = 0; i < kCount; i += 4) {
       __m256 half[4];
+      KIVI_UNROLL
       for (int j = 0; j < 4; j++) {
 #if HWY_TARGET == HWY_AVX3
         half[j] = _mm256_add_ps(_mm512_castps512_ps256(v[i + j].raw), _mm512_extractf32x8_ps(v[i + j].raw, 1));
@@ -143,10 +152,37 @@ HWY_INLINE void sum_lanes(const VF (&v)[kCount], float* out) {
     return;
   }
 #endif
+  KIVI_UNROLL
   for (int i = 0; i < kCount; i++) out[i] = hn::GetLane(hn::SumOfLanes(DF(), v[i]));
 }
 
-HWY_INLINE float max_lane(VF x) { return hn::GetLane(hn::MaxOfLanes(DF(), x)); }
+// out[i] = the largest lane of v[i]; no lane is NaN.
+template <int kCount>
+HWY_INLINE void max_lanes(const VF (&v)[kCount], float* out) {
+#if HWY_ARCH_X86
+  if constexpr (kCount % 4 == 0) {
+    KIVI_UNROLL
+    for (int i = 0; i < kCount; i += 4) {
+      __m128 quarter[4];
+      KIVI_UNROLL
+      for (int j = 0; j < 4; j++) {
+#if HWY_TARGET == HWY_AVX3
+        const __m256 half =
+            _mm256_max_ps(_mm512_castps512_ps256(v[i + j].raw), _mm512_extractf32x8_ps(v[i + j].raw, 1));
+#else
+        const __m256 half = v[i + j].raw;
+#endif
+        quarter[j] = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+      }
+      const __m128 low = _mm_max_ps(_mm_unpacklo_ps(quarter[0], quarter[1]), _mm_unpackhi_ps(quarter[0], quarter[1]));
+      const __m128 high = _mm_max_ps(_mm_unpacklo_ps(quarter[2], quarter[3]), _mm_unpackhi_ps(quarter[2], quarter[3]));
+      _mm_storeu_ps(out + i, _mm_max_ps(_mm_movelh_ps(low, high), _mm_movehl_ps(high, low)));
+    }
+    return;
+  }
+#endif
+  for (int i = 0; i < kCount; i++) out[i] = hn::GetLane(hn::MaxOfLanes(DF(), v[i]));
+}
 
 // 2^x for vectors side by side: one alone is a chain of some 45 cycles. Degree 5 on [-0.5, 0.5], relative error 3e-7. x
 // below -126 gives 2^-126, so that what a row sees never weighs exactly 0. NaN stays NaN if the low 9 bits of its
@@ -157,6 +193,7 @@ HWY_INLINE void exp2_inplace(VF (&x)[kCount]) {
   const VF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   constexpr float kPoly[6] = {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 0.24022651f, 0.69314718f, 1.0f};
   VF shifted[kCount], p[kCount];
+  KIVI_UNROLL
   for (int i = 0; i < kCount; i++) {
 #if HWY_ARCH_X86
     x[i] = hn::Max(splat(-126.0f), x[i]);  // the order keeps NaN
@@ -164,12 +201,18 @@ HWY_INLINE void exp2_inplace(VF (&x)[kCount]) {
     x[i] = hn::IfThenElse(hn::Lt(x[i], splat(-126.0f)), splat(-126.0f), x[i]);
 #endif
   }
+  KIVI_UNROLL
   for (int i = 0; i < kCount; i++) shifted[i] = hn::Add(x[i], magic);
+  KIVI_UNROLL
   for (int i = 0; i < kCount; i++) x[i] = hn::Sub(x[i], hn::Sub(shifted[i], magic));
+  KIVI_UNROLL
   for (int i = 0; i < kCount; i++) p[i] = splat(kPoly[0]);
+  KIVI_UNROLL
   for (int k = 1; k < 6; k++) {
+    KIVI_UNROLL
     for (int i = 0; i < kCount; i++) p[i] = hn::MulAdd(p[i], x[i], splat(kPoly[k]));
   }
+  KIVI_UNROLL
   for (int i = 0; i < kCount; i++) {
     const VI exponent = hn::ShiftLeft<23>(hn::BitCast(di, shifted[i]));
     x[i] = hn::BitCast(DF(), hn::Add(hn::BitCast(di, p[i]), exponent));

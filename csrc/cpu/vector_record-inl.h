@@ -1,0 +1,560 @@
+// Encoding and decoding of records with vectors (layout: kivi/format.h). Channels are worked through in strips of 16, a
+// line of the record. Lanes are channels; only the ranges of V, whose groups lie along channels, are turned so that
+// lanes are tokens. While the codes of a group are made, the rows of the group that follows it in memory are fetched.
+// (No #pragma once: foreach_target.h includes this file once per target.)
+
+#if defined(KIVI_CPU_VECTOR_RECORD_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef KIVI_CPU_VECTOR_RECORD_INL_H_
+#undef KIVI_CPU_VECTOR_RECORD_INL_H_
+#else
+#define KIVI_CPU_VECTOR_RECORD_INL_H_
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/codes.h"
+#include "cpu/vector_group-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace kivi::cpu {
+namespace HWY_NAMESPACE {
+
+using D4 = hn::Full128<uint32_t>;  // one word of 4 tokens
+using V4 = hn::Vec<D4>;
+
+inline constexpr int64_t kMaxGroup = kPageTokens;
+
+// The rows of one strip: 16 elements each, `stride` bytes apart.
+struct StripRows {
+  const uint8_t* data;
+  int64_t stride;
+  const uint8_t* row(int64_t i) const { return data + i * stride; }
+};
+
+// Asks for the line that lies `distance` bytes from p, which need not exist. Into L2: the first level has too few lines
+// on their way to keep up (4096 tokens on Zen 4: 4.7 ms with L1, 2.6 with L2, 7 without).
+HWY_INLINE void fetch_line(const uint8_t* p, int64_t distance) {
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(distance)),
+                     0, 2);
+}
+
+// A strip that ends beyond the last channel, copied with its missing channels filled: with 0 for keys, whose channels
+// are groups of their own (code, scale and zero 0), with the row's first channel for values, where the group's range
+// must not change.
+template <Element kType>
+StripRows fill_strip(const StripRows& rows, int64_t count, int64_t valid, bool repeat_first, uint8_t* filled) {
+  constexpr int64_t kSize = element_bytes(kType);
+  const auto bytes = static_cast<size_t>(valid * kSize);
+  for (int64_t t = 0; t < count; t++) {
+    uint8_t* out = filled + t * kLine * kSize;
+    std::memcpy(out, rows.row(t), bytes);
+    for (int64_t c = valid; c < kLine; c++) {
+      if (repeat_first) {
+        std::memcpy(out + c * kSize, out, static_cast<size_t>(kSize));
+      } else {
+        std::memset(out + c * kSize, 0, static_cast<size_t>(kSize));
+      }
+    }
+  }
+  return {filled, kLine * kSize};
+}
+
+HWY_INLINE void store_scales(const RecordLayout& layout, uint8_t* section, int64_t i, VF x) {
+  if (layout.scale_bytes == 2) {
+    const hn::Rebind<hwy::float16_t, DF> dh;
+    hn::StoreU(hn::DemoteTo(dh, x), dh, reinterpret_cast<hwy::float16_t*>(section) + i);
+  } else {
+    store_float(x, reinterpret_cast<float*>(section) + i);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- keys
+
+// Bytes e0 e2 e1 e3 (4 channels of one token, codes of kBits) to the two halves of a word: e0 and e1 at bit 0, e2 and
+// e3 above them.
+template <int kBits>
+HWY_INLINE V4 close_halves(V4 bytes) {
+  if constexpr (kBits == 8) {
+    return bytes;
+  } else {
+    const hn::Full128<uint16_t> dh;
+    const auto x = hn::BitCast(dh, bytes);
+    const auto mask = hn::Set(dh, static_cast<uint16_t>((1 << 2 * kBits) - 1));
+    return hn::BitCast(D4(), hn::And(hn::Or(x, hn::ShiftRight<8 - kBits>(x)), mask));
+  }
+}
+
+HWY_INLINE void store_words(uint8_t* at, V4 words) { hn::StoreU(words, D4(), reinterpret_cast<uint32_t*>(at)); }
+
+// Words of plane codes of 4 tokens and the 16 channels of `strip`, from the bytes of four quads of channels. `at` is
+// where the first word of these tokens goes; words of one token are a line apart.
+template <int kBits>
+HWY_INLINE void store_key_words(const V4 (&quad)[4], int64_t strip, uint8_t* at) {
+  V4 h[4];
+  for (int i = 0; i < 4; i++) h[i] = close_halves<kBits>(quad[i]);
+  if constexpr (kBits == 8) {
+    for (int i = 0; i < 4; i++) store_words(at + (4 * strip + i) * kLineBytes, h[i]);
+  } else {
+    const V4 low = hn::Or(h[0], hn::ShiftLeft<2 * kBits>(h[1]));
+    const V4 high = hn::Or(h[2], hn::ShiftLeft<2 * kBits>(h[3]));
+    if constexpr (kBits == 4) {
+      store_words(at + 2 * strip * kLineBytes, low);
+      store_words(at + (2 * strip + 1) * kLineBytes, high);
+    } else {
+      const V4 words = hn::Or(low, hn::ShiftLeft<4 * kBits>(high));
+      if constexpr (kBits == 2) {
+        store_words(at + strip * kLineBytes, words);
+      } else {  // two strips share a word; the even one comes first
+        uint8_t* word = at + strip / 2 * kLineBytes;
+        if (strip % 2 == 0) {
+          store_words(word, words);
+        } else {
+          store_words(word, hn::Or(hn::LoadU(D4(), reinterpret_cast<const uint32_t*>(word)), hn::ShiftLeft<8>(words)));
+        }
+      }
+    }
+  }
+}
+
+// The codes of 4 tokens (one per row) and 16 channels as bytes: quad i holds channels 4 i to 4 i + 3 of each token, in
+// the order 0 2 1 3.
+template <Element kType>
+HWY_INLINE void key_code_bytes(const StripRows& rows, int64_t token, const Quantizers (&q)[kLineVectors], VF levels,
+                               V4 (&quad)[4]) {
+  alignas(16) static constexpr uint8_t kTurn[16] = {0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15};
+  const hn::Repartition<uint8_t, DU> db;
+  alignas(64) uint32_t blocks[kLine];
+  for (int n = 0; n < kLineVectors; n++) {
+    VU c[4];
+    for (int i = 0; i < 4; i++) c[i] = codes_of(load_as_float<kType>(rows.row(token + i), n * kLanes), q[n], levels);
+    const VU low = hn::Or(c[0], hn::ShiftLeft<8>(c[1]));
+    const VU high = hn::Or(hn::ShiftLeft<16>(c[2]), hn::ShiftLeft<24>(c[3]));
+    const auto turned = hn::TableLookupBytes(hn::BitCast(db, hn::Or(low, high)), hn::LoadDup128(db, kTurn));
+    hn::Store(hn::BitCast(DU(), turned), DU(), blocks + n * kLanes);
+  }
+  for (int i = 0; i < 4; i++) quad[i] = hn::Load(D4(), blocks + 4 * i);
+}
+
+template <Element kType, int kBits>
+HWY_INLINE void encode_key_strip(const EncodeParams& p, int64_t strip, const StripRows& rows, int64_t fetch,
+                                 Chooser& chooser) {
+  const RecordLayout& layout = *p.layout;
+  const int64_t group = p.format->group_size;
+  Range range[kLineVectors];
+  for (int n = 0; n < kLineVectors; n++) range[n] = empty_range();
+  for (int64_t t = 0; t < group; t++) {
+    for (int n = 0; n < kLineVectors; n++) widen(range[n], load_as_float<kType>(rows.row(t), n * kLanes));
+  }
+  Quantizers q[kLineVectors];
+  for (int n = 0; n < kLineVectors; n++) {
+    constexpr int64_t kSize = element_bytes(kType);
+    q[n] = chooser.choose<kType>(range[n], rows.data + n * kLanes * kSize, rows.stride / kSize, group);
+    store_scales(layout, p.record + layout.k_scale, strip * kLine + n * kLanes, q[n].scale);
+    store_scales(layout, p.record + layout.k_zero, strip * kLine + n * kLanes, q[n].zero);
+  }
+  const VF levels = splat(static_cast<float>((1 << kBits) - 1));
+  for (int64_t t = 0; t < group; t += 4) {
+    for (int64_t i = t; i < t + 4; i++) fetch_line(rows.row(i), fetch);
+    V4 quad[4];
+    key_code_bytes<kType>(rows, t, q, levels, quad);
+    const auto line_of = [&](int plane) {
+      return p.record + layout.k_codes[plane] + t / kLine * layout.k_words[plane] * kLineBytes + t % kLine * 4;
+    };
+    if constexpr (kBits == 3) {
+      V4 low[4], high[4];
+      for (int i = 0; i < 4; i++) {
+        low[i] = hn::And(quad[i], hn::Set(D4(), 0x03030303u));
+        high[i] = hn::And(hn::ShiftRight<2>(quad[i]), hn::Set(D4(), 0x01010101u));
+      }
+      store_key_words<2>(low, strip, line_of(0));
+      store_key_words<1>(high, strip, line_of(1));
+    } else {
+      store_key_words<kBits>(quad, strip, line_of(0));
+    }
+  }
+}
+
+template <Element kType, int kBits>
+bool encode_keys(const EncodeParams& p) {
+  constexpr int64_t kSize = element_bytes(kType);
+  const Format& f = *p.format;
+  const int64_t next = f.group_size * p.k_token_stride * kSize;
+  Chooser chooser{f.scale_type, f.range_search, kBits, splat(0.0f)};
+  for (int64_t strip = 0; strip < p.layout->k_channels / kLine; strip++) {
+    StripRows rows{static_cast<const uint8_t*>(p.k) + strip * kLine * kSize, p.k_token_stride * kSize};
+    const int64_t valid = std::min<int64_t>(kLine, f.head_dim - strip * kLine);
+    if (valid == kLine) {
+      encode_key_strip<kType, kBits>(p, strip, rows, next, chooser);
+    } else {
+      alignas(64) uint8_t filled[kMaxGroup * kLine * kSize];
+      rows = fill_strip<kType>(rows, f.group_size, valid, false, filled);
+      encode_key_strip<kType, kBits>(p, strip, rows, 0, chooser);
+    }
+  }
+  return chooser.all_fit();
+}
+
+// ---------------------------------------------------------------------------------------------- values
+
+// Scale, zero and largest code by group and token, [v_groups][G].
+struct ValueScales {
+  alignas(64) float scale[kMaxHeadDim];
+  alignas(64) float zero[kMaxHeadDim];
+  alignas(64) uint32_t top[kMaxHeadDim];
+};
+
+// The extremes of a row's lanes in 4 numbers each. A lane that met NaN or Inf gets a range that is not finite.
+HWY_INLINE void store_row_range(const Range& range, float* lo, float* hi) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const MF bad = hn::IsNaN(range.probe);
+  const VF low = hn::IfThenElse(bad, splat(-infinity), range.lo);
+  const VF high = hn::IfThenElse(bad, splat(infinity), range.hi);
+  const hn::Full128<float> d4;
+#if HWY_TARGET == HWY_AVX3
+  const hn::Half<DF> d8;
+  const auto low8 = hn::Min(hn::LowerHalf(d8, low), hn::UpperHalf(d8, low));
+  const auto high8 = hn::Max(hn::LowerHalf(d8, high), hn::UpperHalf(d8, high));
+  hn::StoreU(hn::Min(hn::LowerHalf(d4, low8), hn::UpperHalf(d4, low8)), d4, lo);
+  hn::StoreU(hn::Max(hn::LowerHalf(d4, high8), hn::UpperHalf(d4, high8)), d4, hi);
+#elif HWY_TARGET == HWY_AVX2
+  hn::StoreU(hn::Min(hn::LowerHalf(d4, low), hn::UpperHalf(d4, low)), d4, lo);
+  hn::StoreU(hn::Max(hn::LowerHalf(d4, high), hn::UpperHalf(d4, high)), d4, hi);
+#else
+  hn::StoreU(low, d4, lo);
+  hn::StoreU(high, d4, hi);
+#endif
+}
+
+// The ranges of one group of channels, of kLanes tokens, one token a lane.
+template <Element kType>
+HWY_INLINE Range value_ranges(const StripRows* strips, int64_t count, int64_t token) {
+  alignas(64) float lo[kLanes * 4], hi[kLanes * 4];
+  for (int64_t i = 0; i < kLanes; i++) {
+    Range range = empty_range();
+    for (int64_t s = 0; s < count; s++) {
+      const uint8_t* row = strips[s].row(token + i);
+      for (int n = 0; n < kLineVectors; n++) widen(range, load_as_float<kType>(row, n * kLanes));
+    }
+    store_row_range(range, lo + 4 * i, hi + 4 * i);
+  }
+  VF a, b, c, d;
+  hn::LoadInterleaved4(DF(), lo, a, b, c, d);
+  const VF low = hn::Min(hn::Min(a, b), hn::Min(c, d));
+  hn::LoadInterleaved4(DF(), hi, a, b, c, d);
+  return {low, hn::Max(hn::Max(a, b), hn::Max(c, d)), splat(0.0f)};
+}
+
+// For the range search: the group's elements with the token in the lane, [channel][kLanes].
+template <Element kType>
+void turn_values(const StripRows* strips, int64_t channels, int64_t token, float* turned) {
+  for (int64_t c = 0; c < channels; c++) {
+    for (int64_t i = 0; i < kLanes; i++) {
+      turned[c * kLanes + i] = load_element(strips[c / kLine].row(token + i), kType, c % kLine);
+    }
+  }
+}
+
+template <Element kType>
+HWY_INLINE void choose_value_scales(const EncodeParams& p, const StripRows* strips, Chooser& chooser,
+                                    ValueScales& scales) {
+  const Format& f = *p.format;
+  const int64_t group = f.group_size;
+  for (int64_t g = 0; g < p.layout->v_groups; g++) {
+    const int64_t channels = std::min(group, f.value_head_dim - g * group);
+    const StripRows* own = strips + g * group / kLine;
+    for (int64_t t = 0; t < group; t += kLanes) {
+      const Range range = value_ranges<kType>(own, ceil_div(channels, kLine), t);
+      alignas(64) float turned[kMaxGroup * kLanes];
+      if (f.range_search) turn_values<kType>(own, channels, t, turned);
+      const Quantizers q = chooser.choose<Element::kFloat32>(range, turned, kLanes, channels);
+      const int64_t at = g * group + t;
+      hn::Store(q.scale, DF(), scales.scale + at);
+      hn::Store(q.zero, DF(), scales.zero + at);
+      hn::Store(q.top, DU(), scales.top + at);
+      store_scales(*p.layout, p.record + p.layout->v_scale, at, q.scale);
+      store_scales(*p.layout, p.record + p.layout->v_zero, at, q.zero);
+    }
+  }
+}
+
+// Where the words of a plane are, for one strip of channels and one vector of it.
+struct ValueWords {
+  uint8_t* first;  // word 0
+  int64_t next;    // bytes from one word to the next
+  VU valid;        // all ones in the channels that exist
+
+  HWY_INLINE void store(int64_t word, VU words) const {
+    hn::StoreU(hn::And(words, valid), DU(), reinterpret_cast<uint32_t*>(first + word * next));
+  }
+  // The upper half of a word of 32 codes.
+  HWY_INLINE void join(int64_t word, VU words) const {
+    auto* at = reinterpret_cast<uint32_t*>(first + word * next);
+    hn::StoreU(hn::Or(hn::LoadU(DU(), at), hn::ShiftLeft<8>(hn::And(words, valid))), DU(), at);
+  }
+};
+
+// The codes of 16 tokens from `token` on and kLanes channels, into words. Pairs of tokens stand in the two halves of a
+// word, the last pair on top: each step shifts what is there and adds a pair below it.
+template <Element kType, int kBits>
+HWY_INLINE void encode_value_words(const StripRows& rows, int n, int64_t token, int64_t fetch,
+                                   const ValueScales& scales, int64_t at, const ValueWords (&planes)[2]) {
+  const VF levels = splat(static_cast<float>((1 << kBits) - 1));
+  constexpr int kPairs = kBits >= 4 ? 16 / kBits : 8;  // of one word that these tokens fill
+  VU words = hn::Zero(DU()), high = hn::Zero(DU());
+  for (int pair = 7; pair >= 0; pair--) {
+    VU c[2];
+    for (int i = 0; i < 2; i++) {
+      const int64_t t = token + 2 * pair + i;
+      const Quantizers q{splat(scales.scale[at + t]), splat(scales.zero[at + t]), hn::Set(DU(), scales.top[at + t])};
+      if (n == 0) fetch_line(rows.row(t), fetch);
+      c[i] = codes_of(load_as_float<kType>(rows.row(t), n * kLanes), q, levels);
+    }
+    const VU both = hn::Or(c[0], hn::ShiftLeft<16>(c[1]));
+    if constexpr (kBits == 3) {
+      words = hn::Or(hn::ShiftLeft<2>(words), hn::And(both, hn::Set(DU(), 0x00030003u)));
+      high = hn::Or(hn::ShiftLeft<1>(high), hn::And(hn::ShiftRight<2>(both), hn::Set(DU(), 0x00010001u)));
+    } else {
+      words = hn::Or(hn::ShiftLeft<kBits>(words), both);
+      if (kBits >= 4 && pair % kPairs == 0) {
+        planes[0].store((token + 2 * pair) / codes_per_word(kBits), words);
+        words = hn::Zero(DU());
+      }
+    }
+  }
+  if constexpr (kBits == 2 || kBits == 3) planes[0].store(token / kLine, words);
+  if constexpr (kBits == 1 || kBits == 3) {
+    const ValueWords& plane = planes[kBits == 3 ? 1 : 0];
+    const VU bits = kBits == 3 ? high : words;
+    if (token % 32 == 0) {
+      plane.store(token / 32, bits);
+    } else {
+      plane.join(token / 32, bits);
+    }
+  }
+}
+
+template <Element kType, int kBits>
+bool encode_values(const EncodeParams& p) {
+  constexpr int64_t kSize = element_bytes(kType);
+  const Format& f = *p.format;
+  const RecordLayout& layout = *p.layout;
+  const int64_t num_strips = layout.v_channels / kLine;
+  StripRows strips[kMaxHeadDim / kLine];
+  for (int64_t s = 0; s < num_strips; s++) {
+    strips[s] = {static_cast<const uint8_t*>(p.v) + s * kLine * kSize, p.v_token_stride * kSize};
+  }
+  const int64_t last_valid = f.value_head_dim - (num_strips - 1) * kLine;
+  alignas(64) uint8_t filled[kMaxGroup * kLine * kSize];
+  if (last_valid < kLine) {
+    strips[num_strips - 1] = fill_strip<kType>(strips[num_strips - 1], f.group_size, last_valid, true, filled);
+  }
+  ValueScales scales;
+  Chooser chooser{f.scale_type, f.range_search, kBits, splat(0.0f)};
+  choose_value_scales<kType>(p, strips, chooser, scales);
+  for (int64_t s = 0; s < num_strips; s++) {
+    const int64_t valid = s + 1 < num_strips ? kLine : last_valid;
+    const int64_t at = s * kLine / f.group_size * f.group_size;
+    const int64_t fetch = valid == kLine ? f.group_size * p.v_token_stride * kSize : 0;
+    for (int n = 0; n < kLineVectors; n++) {
+      const auto existing = static_cast<size_t>(std::max<int64_t>(valid - n * kLanes, 0));
+      const VU mask = hn::VecFromMask(DU(), hn::FirstN(DU(), existing));
+      ValueWords planes[2];
+      for (int plane = 0; plane < 2; plane++) {
+        planes[plane] = {p.record + layout.v_codes[plane] + s * kLineBytes + n * kLanes * 4, num_strips * kLineBytes,
+                         mask};
+      }
+      for (int64_t t = 0; t < f.group_size; t += kLine) {
+        encode_value_words<kType, kBits>(strips[s], n, t, fetch, scales, at, planes);
+      }
+    }
+  }
+  return chooser.all_fit();
+}
+
+// ---------------------------------------------------------------------------------------------- the whole record
+
+template <Element kType>
+bool encode_keys_of_bits(const EncodeParams& p) {
+  switch (p.format->k_bits) {
+    case 1:
+      return encode_keys<kType, 1>(p);
+    case 2:
+      return encode_keys<kType, 2>(p);
+    case 3:
+      return encode_keys<kType, 3>(p);
+    case 4:
+      return encode_keys<kType, 4>(p);
+    default:
+      return encode_keys<kType, 8>(p);
+  }
+}
+
+template <Element kType>
+bool encode_values_of_bits(const EncodeParams& p) {
+  switch (p.format->v_bits) {
+    case 1:
+      return encode_values<kType, 1>(p);
+    case 2:
+      return encode_values<kType, 2>(p);
+    case 3:
+      return encode_values<kType, 3>(p);
+    case 4:
+      return encode_values<kType, 4>(p);
+    default:
+      return encode_values<kType, 8>(p);
+  }
+}
+
+template <Element kType>
+bool encode_as(const EncodeParams& p) {
+  const bool keys_fit = encode_keys_of_bits<kType>(p);
+  return encode_values_of_bits<kType>(p) && keys_fit;
+}
+
+bool encode(const EncodeParams& p) {
+  const RecordLayout& r = *p.layout;
+  const auto clear = [&](int64_t from, int64_t to) {  // what a section leaves up to the next multiple of 64 bytes
+    std::memset(p.record + from, 0, static_cast<size_t>(to - from));
+  };
+  const int64_t k_bytes = r.k_channels * r.scale_bytes;
+  const int64_t v_bytes = r.v_groups * p.format->group_size * r.scale_bytes;
+  clear(r.k_scale + k_bytes, r.k_zero);
+  clear(r.k_zero + k_bytes, r.v_codes[0]);
+  clear(r.v_scale + v_bytes, r.v_zero);
+  clear(r.v_zero + v_bytes, r.bytes);
+  switch (p.type) {
+    case Element::kFloat32:
+      return encode_as<Element::kFloat32>(p);
+    case Element::kFloat16:
+      return encode_as<Element::kFloat16>(p);
+    default:
+      return encode_as<Element::kBFloat16>(p);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- decode
+
+HWY_INLINE VF load_scales(const RecordLayout& layout, const uint8_t* section, int64_t i) {
+  if (layout.scale_bytes == 2) return load_half(reinterpret_cast<const uint16_t*>(section) + i);
+  return load_float(reinterpret_cast<const float*>(section) + i);
+}
+
+// How the 16 channels of one token are found in a plane's words: which word and which bit, by channel.
+struct KeyPlane {
+  int64_t per_word, words;  // codes of a word; words that hold 16 channels (1 where two strips share one)
+  VU mask;
+  VI word[kLineVectors];
+  VU bit[kLineVectors];
+};
+
+HWY_INLINE KeyPlane key_plane(int64_t bits, int64_t strip) {
+  alignas(64) int32_t word[kLine];
+  alignas(64) uint32_t bit[kLine];
+  KeyPlane plane;
+  plane.per_word = codes_per_word(bits);
+  plane.words = std::max<int64_t>(kLine / plane.per_word, 1);
+  for (int64_t i = 0; i < kLine; i++) {
+    word[i] = static_cast<int32_t>(i / plane.per_word);
+    bit[i] = static_cast<uint32_t>(code_bit(bits, (strip * kLine + i) % plane.per_word));
+  }
+  plane.mask = hn::Set(DU(), (1u << bits) - 1u);
+  for (int n = 0; n < kLineVectors; n++) {
+    plane.word[n] = hn::Load(DI(), word + n * kLanes);
+    plane.bit[n] = hn::Load(DU(), bit + n * kLanes);
+  }
+  return plane;
+}
+
+HWY_INLINE VU key_codes(const KeyPlane& plane, const uint8_t* words, int n) {
+  alignas(16) uint32_t four[4];  // more than there are: the last one again
+  for (int64_t i = 0; i < 4; i++) std::memcpy(four + i, words + std::min(i, plane.words - 1) * kLineBytes, 4);
+  const VU spread = hn::TableLookupLanes(hn::LoadDup128(DU(), four), hn::IndicesFromVec(DU(), plane.word[n]));
+  return hn::And(hn::Shr(spread, plane.bit[n]), plane.mask);
+}
+
+template <Element kType>
+void decode_keys(const DecodeParams& p) {
+  const Format& f = *p.format;
+  const RecordLayout& layout = *p.layout;
+  const int planes = num_planes(f.k_bits);
+  for (int64_t strip = 0; strip < layout.k_channels / kLine; strip++) {
+    VF scale[kLineVectors], zero[kLineVectors];
+    for (int n = 0; n < kLineVectors; n++) {
+      scale[n] = load_scales(layout, p.record + layout.k_scale, strip * kLine + n * kLanes);
+      zero[n] = load_scales(layout, p.record + layout.k_zero, strip * kLine + n * kLanes);
+    }
+    const KeyPlane plane[2] = {key_plane(plane_bits(f.k_bits, 0), strip), key_plane(plane_bits(f.k_bits, 1), strip)};
+    for (int64_t i = 0; i < p.count; i++) {
+      const int64_t t = p.first + i;
+      const auto words_of = [&](int s) {
+        const int64_t line = t / kLine * layout.k_words[s] + strip * kLine / plane[s].per_word;
+        return p.record + layout.k_codes[s] + line * kLineBytes + t % kLine * 4;
+      };
+      for (int n = 0; n < kLineVectors; n++) {
+        const int64_t channel = strip * kLine + n * kLanes;
+        if (channel >= f.head_dim) break;
+        VU codes = key_codes(plane[0], words_of(0), n);
+        if (planes == 2) codes = hn::Add(codes, hn::ShiftLeft<2>(key_codes(plane[1], words_of(1), n)));
+        store_some<kType>(values_of(codes, scale[n], zero[n]), p.k, i * p.k_token_stride + channel,
+                          f.head_dim - channel);
+      }
+    }
+  }
+}
+
+template <Element kType>
+void decode_values(const DecodeParams& p) {
+  const Format& f = *p.format;
+  const RecordLayout& layout = *p.layout;
+  const int64_t lines = layout.v_channels / kLine;
+  const auto scale_of = [&](int64_t section, int64_t i) {
+    const Element type = layout.scale_bytes == 2 ? Element::kFloat16 : Element::kFloat32;
+    return load_element(p.record + section, type, i);
+  };
+  for (int64_t i = 0; i < p.count; i++) {
+    const int64_t t = p.first + i;
+    for (int64_t g = 0; g < layout.v_groups; g++) {
+      const int64_t first = g * f.group_size;
+      const int64_t end = std::min(first + f.group_size, f.value_head_dim);
+      const VF scale = splat(scale_of(layout.v_scale, first + t)), zero = splat(scale_of(layout.v_zero, first + t));
+      for (int64_t channel = first; channel < end; channel += kLanes) {
+        VU codes = hn::Zero(DU());
+        for (int plane = 0; plane < num_planes(f.v_bits); plane++) {
+          const int64_t bits = plane_bits(f.v_bits, plane), per_word = codes_per_word(bits);
+          const uint8_t* line =
+              p.record + layout.v_codes[plane] + (t / per_word * lines + channel / kLine) * kLineBytes;
+          const VU words = hn::LoadU(DU(), reinterpret_cast<const uint32_t*>(line + channel % kLine * 4));
+          const VU code =
+              hn::And(hn::ShiftRightSame(words, code_bit(bits, t % per_word)), hn::Set(DU(), (1u << bits) - 1u));
+          codes = hn::Or(codes, plane == 0 ? code : hn::ShiftLeft<2>(code));
+        }
+        store_some<kType>(values_of(codes, scale, zero), p.v, i * p.v_token_stride + channel, end - channel);
+      }
+    }
+  }
+}
+
+template <Element kType>
+void decode_as(const DecodeParams& p) {
+  if (p.k != nullptr) decode_keys<kType>(p);
+  if (p.v != nullptr) decode_values<kType>(p);
+}
+
+void decode(const DecodeParams& p) {
+  switch (p.type) {
+    case Element::kFloat32:
+      return decode_as<Element::kFloat32>(p);
+    case Element::kFloat16:
+      return decode_as<Element::kFloat16>(p);
+    default:
+      return decode_as<Element::kBFloat16>(p);
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace kivi::cpu
+HWY_AFTER_NAMESPACE();
+
+#endif  // include guard of this target

@@ -1,0 +1,69 @@
+// The exported SmolLM2 as a C++ object: a TorchScript module, its tokeniser and its evaluation text. Nothing here knows
+// Kivi: the caches live in the module, which calls them as torch.classes.kivi.KVCache.
+#pragma once
+
+#include <torch/script.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tokenizer.h"
+
+namespace smollm2 {
+
+// How one lane of the model holds its cache. bits of 0 mean the plain float32 cache.
+struct CacheConfig {
+  std::string name = "fp32";
+  int64_t k_bits = 0;
+  int64_t v_bits = 0;
+  int64_t group_size = 32;
+  int64_t residual_length = 128;
+  int64_t sink_length = 4;
+  bool range_search = false;
+  std::string precision = "fast";
+
+  bool exact() const { return k_bits == 0; }
+};
+
+constexpr int64_t kExactLane = -1;
+
+class Model {
+ public:
+  // Throws c10::Error if the file is not the one that export.py writes.
+  explicit Model(const std::string& path);
+
+  const Tokenizer& tokenizer() const { return tokenizer_; }
+  const std::string& eval_text() const { return eval_text_; }
+  const std::string& eval_python() const { return eval_python_; }
+  int64_t context_length() const { return context_length_; }
+
+  // Adds a cache to every layer and returns its lane.
+  int64_t add_cache(const CacheConfig& config);
+  void clear_caches() { call("clear_caches"); }
+  void use(const std::vector<int64_t>& lanes, bool append_first) { call("use", lanes, append_first); }
+  void fill(int64_t lane) { call("fill", lane); }
+  void reset() { call("reset"); }
+  void reset_lane(int64_t lane) { call("reset_lane", lane); }
+  void truncate_exact(int64_t length) { call("truncate_exact", length); }
+  int64_t nbytes(int64_t lane) { return call("nbytes", lane).toInt(); }
+  int64_t quantized_length(int64_t lane) { return call("quantized_length", lane).toInt(); }
+
+  // ids [B, T] at positions start, start + 1, ...: logits of the last token, [lanes * B, vocabulary].
+  at::Tensor forward(const at::Tensor& ids, int64_t start);
+
+ private:
+  template <typename... Arguments>
+  c10::IValue call(const char* method, const Arguments&... arguments) {
+    return module_.get_method(method)({c10::IValue(arguments)...});
+  }
+
+  // Loading fills these on the way, so they come first.
+  torch::jit::ExtraFilesMap files_ = {{"tokenizer.bin", ""}, {"eval.txt", ""}, {"python.txt", ""}};
+  torch::jit::Module module_;
+  Tokenizer tokenizer_;
+  std::string eval_text_, eval_python_;
+  int64_t context_length_;
+};
+
+}  // namespace smollm2

@@ -1,0 +1,184 @@
+#include "options.h"
+
+#include <algorithm>
+#include <charconv>
+#include <functional>
+#include <map>
+#include <stdexcept>
+
+#include "measure.h"
+
+namespace smollm2 {
+namespace {
+
+std::vector<std::string> split(const std::string& list) {
+  std::vector<std::string> parts;
+  for (std::size_t begin = 0; begin <= list.size();) {
+    const std::size_t end = std::min(list.find(',', begin), list.size());
+    parts.push_back(list.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return parts;
+}
+
+int64_t integer(const std::string& option, const std::string& text, int64_t least, int64_t most) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || value < least || value > most) {
+    throw std::invalid_argument(option + " takes a whole number from " + std::to_string(least) + " to " +
+                                std::to_string(most) + ", got '" + text + "'");
+  }
+  return value;
+}
+
+// "K4V2" or "K2V2+search".
+CacheConfig cache_config(const std::string& text) {
+  CacheConfig config;
+  config.name = text;
+  std::string bits = text;
+  const std::string search = "+search";
+  if (bits.size() > search.size() && bits.compare(bits.size() - search.size(), search.size(), search) == 0) {
+    config.range_search = true;
+    bits.resize(bits.size() - search.size());
+  }
+  const auto known = [](char c) { return c == '1' || c == '2' || c == '3' || c == '4' || c == '8'; };
+  if (bits.size() != 4 || bits[0] != 'K' || bits[2] != 'V' || !known(bits[1]) || !known(bits[3])) {
+    throw std::invalid_argument("--bits takes a list such as K8V8,K4V2,K2V2+search with 1, 2, 3, 4 or 8 bits, got '" +
+                                text + "'");
+  }
+  config.k_bits = bits[1] - '0';
+  config.v_bits = bits[3] - '0';
+  return config;
+}
+
+}  // namespace
+
+std::string usage() {
+  return R"(Usage: smollm2 [options]
+
+Runs SmolLM2-135M-Instruct with the plain fp32 cache and with Kivi caches of several bit widths. Shows the text that each
+generates, the bytes of its cache, its speed, and its perplexity on a text.
+
+  --prompt TEXT        the question to answer (default: a built-in story and a question about it)
+  --raw                give the prompt to the model as it is, without the chat template
+  --tokens N           longest answer, in tokens (default 64)
+  --bits LIST          caches to compare with fp32 (default K8V8,K4V4,K4V2,K2V2). K4V2 = 4-bit keys and 2-bit values;
+                       K2V2+search = with range search for this cache
+  --context LIST       contexts for speed and bytes (default 512 and the longest that the model takes, 8192)
+  --windows N          windows of 1024 scored tokens for the perplexity, 1 to 4 (default 1)
+
+  --group-size N       tokens (keys) or channels (values) that share a scale: 16, 32, 64 or 128 (default 32)
+  --residual N         newest tokens that are kept exact (default 128)
+  --sink N             first tokens that are kept exact (default 4)
+  --range-search       search the best range of each group when it is quantised, for all caches
+  --precision P        arithmetic of the attention: fast or exact (default fast)
+  --protocol p1        the settings of the published figures: --residual 32 --sink 0
+
+  --parts LIST         what to run (default text,speed,quality)
+  --full               all four windows, and a second table with the published figures beside those measured
+  --threads N          threads (default: one per core)
+  --model FILE         the exported model (default: smollm2.pt beside this program)
+  --help               this text
+)";
+}
+
+Options parse_options(int argc, char** argv) {
+  Options options;
+  CacheConfig common;
+  std::string bits = "K8V8,K4V4,K4V2,K2V2";
+  using Action = std::function<void(const std::string& option, const std::string& value)>;
+  const auto number = [](int64_t* target, int64_t least, int64_t most) -> Action {
+    return [=](const std::string& option, const std::string& value) { *target = integer(option, value, least, most); };
+  };
+  const auto text = [](std::string* target) -> Action {
+    return [=](const std::string&, const std::string& value) { *target = value; };
+  };
+  const std::map<std::string, Action> with_value = {
+      {"--prompt", text(&options.prompt)},
+      {"--model", text(&options.model)},
+      {"--bits", text(&bits)},
+      {"--tokens", number(&options.tokens, 1, 8192)},
+      {"--windows", number(&options.windows, 1, kMaxWindows)},
+      {"--group-size", number(&common.group_size, 16, 128)},
+      {"--residual", number(&common.residual_length, 0, 8192)},
+      {"--sink", number(&common.sink_length, 0, 8192)},
+      {"--threads", number(&options.threads, 1, 1024)},
+      {"--precision",
+       [&](const std::string& option, const std::string& value) {
+         if (value != "fast" && value != "exact")
+           throw std::invalid_argument(option + " is fast or exact, got '" + value + "'");
+         common.precision = value;
+       }},
+      {"--protocol",
+       [&](const std::string& option, const std::string& value) {
+         if (value != "p1") throw std::invalid_argument(option + " knows only p1, got '" + value + "'");
+         common.residual_length = 32;
+         common.sink_length = 0;
+       }},
+      {"--context",
+       [&](const std::string& option, const std::string& value) {
+         options.contexts.clear();
+         for (const std::string& part : split(value))
+           options.contexts.push_back(integer(option, part, kShortestContext, 8192));
+         std::sort(options.contexts.begin(), options.contexts.end());
+         options.contexts.erase(std::unique(options.contexts.begin(), options.contexts.end()), options.contexts.end());
+       }},
+      {"--parts",
+       [&](const std::string& option, const std::string& value) {
+         options.text = options.speed = options.quality = false;
+         for (const std::string& part : split(value)) {
+           if (part != "text" && part != "speed" && part != "quality") {
+             throw std::invalid_argument(option + " takes text, speed and quality, got '" + part + "'");
+           }
+           (part == "text" ? options.text : part == "speed" ? options.speed : options.quality) = true;
+         }
+       }},
+  };
+  const std::map<std::string, std::function<void()>> alone = {
+      {"--raw", [&] { options.raw = true; }},
+      {"--range-search", [&] { common.range_search = true; }},
+      {"--help", [&] { options.help = true; }},
+      {"-h", [&] { options.help = true; }},
+      {"--full",
+       [&] {
+         options.windows = kMaxWindows;
+         options.anchors = true;
+       }},
+  };
+  for (int i = 1; i < argc; ++i) {
+    std::string option = argv[i];
+    if (const auto found = alone.find(option); found != alone.end()) {
+      found->second();
+      continue;
+    }
+    std::string value;
+    const std::size_t equals = option.find('=');  // --name=value as well as --name value
+    const bool joined = option.compare(0, 2, "--") == 0 && equals != std::string::npos;
+    if (joined) {
+      value = option.substr(equals + 1);
+      option.resize(equals);
+    }
+    const auto found = with_value.find(option);
+    if (found == with_value.end()) throw std::invalid_argument("unknown option '" + option + "'; --help lists them");
+    if (!joined) {
+      if (i + 1 == argc) throw std::invalid_argument(option + " needs a value");
+      value = argv[++i];
+    }
+    found->second(option, value);
+  }
+  for (const std::string& part : split(bits)) {
+    if (part == "fp32") continue;  // it is always there
+    CacheConfig config = cache_config(part);
+    const bool search = config.range_search || common.range_search;
+    const CacheConfig of_bits = config;
+    config = common;
+    config.name = of_bits.name;
+    config.k_bits = of_bits.k_bits;
+    config.v_bits = of_bits.v_bits;
+    config.range_search = search;
+    options.caches.push_back(config);
+  }
+  return options;
+}
+
+}  // namespace smollm2

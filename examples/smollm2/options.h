@@ -1,0 +1,32 @@
+// The command line of the demo.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "model.h"
+
+namespace smollm2 {
+
+struct Options {
+  std::string model;                // empty: smollm2.pt beside the program
+  std::string prompt;               // empty: the built-in one
+  bool raw = false;                 // the prompt as it is, without the chat template
+  std::vector<CacheConfig> caches;  // without the exact one
+  std::vector<int64_t> contexts;    // empty: 512 and the longest that the model takes
+  int64_t tokens = 64;
+  int64_t windows = 1;
+  int64_t threads = 0;  // 0: as many as torch takes
+  bool text = true;
+  bool speed = true;
+  bool quality = true;
+  bool anchors = false;  // also the protocol with published figures
+  bool help = false;
+};
+
+// Throws std::invalid_argument with a sentence that names the option.
+Options parse_options(int argc, char** argv);
+std::string usage();
+
+}  // namespace smollm2
