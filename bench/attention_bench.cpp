@@ -1,4 +1,5 @@
-// Decode attention straight from the codes: time per layer call, for every instruction set of this CPU, "fast" and "exact". No torch.
+// Decode attention straight from the codes: time per layer call, for every instruction set of this CPU, "fast" and
+// "exact". No torch.
 //
 //   attention_bench [--seconds S] [--tokens N,N,..] [--threads T] [--isa NAME] [--quick]
 //
@@ -276,13 +277,13 @@ class Bench {
     const double best = times.front(), median = times[times.size() / 2];
     const double units = static_cast<double>(s.tokens * s.heads);
     const double floor = static_cast<double>(layer_bytes) / gbs_ / 1e9;
-    std::printf("K%dV%d %6d tokens + %3d exact, %2d q / %2d kv heads, %s %-11s %-5s min %7.3f ms, median %7.3f, %5.2f "
-                "cycles, %5.1f MB, %5.2f GB/s, %4.2f x floor\n",
-                static_cast<int>(s.k_bits), static_cast<int>(s.v_bits), static_cast<int>(s.tokens),
-                static_cast<int>(s.residual), static_cast<int>(s.heads), static_cast<int>(s.kv_heads),
-                s.cold ? "cold" : "warm", k.name, p.exact ? "exact" : "fast", best * 1e3, median * 1e3,
-                best * ghz_ * 1e9 * options_.threads / units, static_cast<double>(layer_bytes) / 1e6,
-                static_cast<double>(layer_bytes) / best / 1e9, best / floor);
+    std::printf(
+        "K%dV%d %6d tokens + %3d exact, %2d q / %2d kv heads, %s %-11s %-5s min %7.3f ms, median %7.3f, %5.2f "
+        "cycles, %5.1f MB, %5.2f GB/s, %4.2f x floor\n",
+        static_cast<int>(s.k_bits), static_cast<int>(s.v_bits), static_cast<int>(s.tokens),
+        static_cast<int>(s.residual), static_cast<int>(s.heads), static_cast<int>(s.kv_heads), s.cold ? "cold" : "warm",
+        k.name, p.exact ? "exact" : "fast", best * 1e3, median * 1e3, best * ghz_ * 1e9 * options_.threads / units,
+        static_cast<double>(layer_bytes) / 1e6, static_cast<double>(layer_bytes) / best / 1e9, best / floor);
     std::fflush(stdout);
   }
 
@@ -309,7 +310,8 @@ Options parse(int argc, char** argv) {
     } else if (name == "--tokens") {
       o.tokens.clear();
       const std::string list = value();
-      for (size_t at = 0; at < list.size(); at = list.find(',', at) == std::string::npos ? list.size() : list.find(',', at) + 1) {
+      for (size_t at = 0; at < list.size();
+           at = list.find(',', at) == std::string::npos ? list.size() : list.find(',', at) + 1) {
         o.tokens.push_back(round_up(std::max<int64_t>(1, std::atoll(list.c_str() + at)), kPageTokens));
       }
     } else {

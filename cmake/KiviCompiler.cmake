@@ -32,9 +32,3 @@ function(kivi_flags target)
     target_link_options(${target} PRIVATE -fsanitize=${KIVI_SANITIZE})
   endif()
 endfunction()
-
-# Draft: all sources of this folder.
-function(kivi_existing out)
-  file(GLOB found CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/*.cpp" "${CMAKE_CURRENT_SOURCE_DIR}/cpu/*.cpp")
-  set(${out} ${found} PARENT_SCOPE)
-endfunction()

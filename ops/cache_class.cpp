@@ -109,6 +109,7 @@ void append_to(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::
 std::tuple<at::Tensor, at::Tensor> attend_nothing(const Format& format, const std::string& precision,
                                                   const at::Tensor& q, const AttentionOptions& o) {
   check_supported_device("q", q);
+  check_floating("q", q);
   TORCH_CHECK_VALUE(q.dim() == 4, "q must be [B, Hq, Lq, D] (4 dimensions), got ", q.dim(), " dimensions of sizes ",
                     q.sizes());
   const Storage none = start_storage(format, q.size(0), q.options());

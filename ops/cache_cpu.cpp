@@ -226,7 +226,9 @@ void cache_append_cpu(at::Tensor& pool, const at::Tensor& block_table, at::Tenso
   }
   const CacheView cache(tensors, format);
   std::vector<RowAppend> rows = plan_append(cache, k.size(2), new_lengths);
-  Append append(cache, with_contiguous_channels(k), with_contiguous_channels(v), rows);
+  // Named, so that a copy outlives the pointers into it.
+  const at::Tensor k_rows = with_contiguous_channels(k), v_rows = with_contiguous_channels(v);
+  Append append(cache, k_rows, v_rows, rows);
   if (!append.encode()) {
     TORCH_CHECK_VALUE(overflow, "k or v: the scale or the minimum of a group leaves float16's range of +-65504; use ",
                       "scale_dtype=\"float32\" (or kivi::KVCache, which widens by itself)");

@@ -112,6 +112,7 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
                     ints.empty() ? 0 : ints[0], ", but this library reads version ", kStateVersion);
   TORCH_CHECK_VALUE(ints.size() >= kFixedInts, "saved KVCache: ", ints.size(), " integers, expected at least ",
                     kFixedInts);
+  TORCH_CHECK_VALUE(ints[1] == 0 || ints[1] == 1, "saved KVCache: precision is ", ints[1], ", expected 0 or 1");
   Format format = format_from_ints(at::IntArrayRef(ints).slice(4, 11));
   TORCH_CHECK_VALUE(format.scale_type != ScaleType::kWidened, "saved KVCache: the format was constructed as widened");
   CacheOptions o;
@@ -182,6 +183,8 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
     }
   }
   recount_pages(s);
+  TORCH_CHECK_VALUE(s.free_pages.empty(), "saved KVCache: ", s.free_pages.size(), " of ", pages,
+                    " pages are in no row of the block table");
   s.tensors.sink_k.narrow(2, 0, sinks).copy_(tensors[2]);
   s.tensors.sink_v.narrow(2, 0, sinks).copy_(tensors[3]);
   copy_window(s, s.tensors.window_k, tensors[4], true);

@@ -40,6 +40,7 @@ void cache_append_meta(at::Tensor& pool, const at::Tensor& block_table, at::Tens
   if (overflow) {
     check_dtype("overflow", *overflow, at::kInt);
     check_same_device("overflow", *overflow, "pool", pool.device());
+    TORCH_CHECK_VALUE(overflow->sym_numel() == 1, "overflow must have 1 element, got ", overflow->sym_numel());
   }
 }
 
@@ -68,6 +69,8 @@ std::tuple<at::Tensor, at::Tensor> cache_attention_meta(
   if (new_k) {
     check_new_tokens({"new_k", "new_v", "new_lengths"}, *new_k, *new_v, new_lengths, batch, format,
                      window_k.scalar_type(), pool.device());
+    TORCH_CHECK_VALUE(!new_lengths || q.sym_size(2) == new_k->sym_size(2), "q has ", q.sym_size(2),
+                      " rows, but new_k has ", new_k->sym_size(2), " tokens; with new_lengths they must be equal");
   }
   const auto on = at::TensorOptions().device(q.device());
   return {at::empty_symint({batch, q.sym_size(1), q.sym_size(2), format.value_head_dim}, on.dtype(q.scalar_type())),

@@ -31,7 +31,8 @@ struct Strided {
   float operator[](int64_t i) const { return load_element(data, type, i * stride); }
 };
 
-// How a group is stored. Adding +0 makes -0 into +0, so that no bit depends on which of two zeros was met first.
+// The extremes of a group. Adding +0 makes a span of -0 into +0, so that no bit depends on which of two zeros came
+// first; `shrunk` does the same to the zero point.
 struct GroupRange {
   float lo = 0;
   float span = 0;
@@ -50,7 +51,7 @@ GroupRange group_range(const Strided& x) {
   }
   const float span = hi - lo;
   if (!is_finite(span)) return r;
-  r.lo = lo + 0.0f;
+  r.lo = lo;
   r.span = span + 0.0f;
   r.finite = true;
   return r;
@@ -77,7 +78,7 @@ struct Quantizer {
 
 Quantizer not_finite(float top) { return {0.0f, bits_float(kFloatNaN), top}; }
 
-// The range shrunk around its middle to `shrink` of its width. With 1 it is the range itself, to the bit.
+// The range shrunk around its middle to `shrink` of its width. With 1 it is the range itself: the margin is then +0.
 Quantizer shrunk(const GroupRange& range, float shrink, float top) {
   const float span = range.span * shrink;
   return {span / top, range.lo + (range.span - span) * 0.5f, top};

@@ -69,6 +69,15 @@ inline Fetch fetch_after(const Job& job, int64_t index, int64_t page, bool last_
   return {part.records, part.records + part.tokens / p.format->group_size * p.layout->bytes};
 }
 
+// Nothing came before the first page of a call that could have spread its prefetches.
+inline void fetch_first_page(const Job& job, int64_t begin) {
+  const AttentionItem& item = job.items[begin];
+  if (item.num_pages == 0) return;
+  const PagePart part = page_part(job.params, item, item.first_page);
+  const int64_t bytes = part.tokens / job.params.format->group_size * job.params.layout->bytes;
+  for (int64_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(part.records + at, 0, 2);
+}
+
 // Hands out pieces of the scratch buffer, or only counts them.
 class Scratch {
  public:
@@ -122,16 +131,19 @@ HWY_NOINLINE void attend_rows(const Job& job, int64_t index, int64_t row) {
     pages.page(part.records, part.tokens, p.format->sink_length + page * kPageTokens, fetch);
   }
   if (item.exact_keys) exact_keys(p, item, ranges, rows);
+  float* out[kRows];
+  float sum[kRows];
+  const int64_t stride = partial_row_floats(p);
   for (int r = 0; r < kRows; r++) {
-    const float sum = rows.finish(r);
-    const float* acc = rows.acc + r * rows.v_channels;
+    out[r] = item.num_splits == 1 ? rows.acc + r * rows.v_channels : job.partials + item.partial + (row + r) * stride;
+  }
+  rows.finish(out, sum);
+  for (int r = 0; r < kRows; r++) {
     if (item.num_splits == 1) {
-      finish_row(p, item, row + r, acc, rows.max[r], sum);
+      finish_row(p, item, row + r, out[r], rows.max[r], sum[r]);
     } else {
-      float* out = job.partials + item.partial + (row + r) * partial_row_floats(p);
-      std::copy(acc, acc + rows.v_channels, out);
-      out[rows.v_channels] = rows.max[r];
-      out[rows.v_channels + 1] = sum;
+      out[r][rows.v_channels] = rows.max[r];
+      out[r][rows.v_channels + 1] = sum[r];
     }
   }
 }
@@ -139,6 +151,7 @@ HWY_NOINLINE void attend_rows(const Job& job, int64_t index, int64_t row) {
 void attend_items(const AttentionParams& params, const AttentionItem* items, int64_t begin, int64_t end,
                   float* partials, bool vnni) {
   const Job job{params, items, end, partials, vnni};
+  if (begin < end) fetch_first_page(job, begin);
   for (int64_t index = begin; index < end; index++) {
     const int64_t num_rows = items[index].num_rows;
     for (int64_t row = 0; row < num_rows;) {

@@ -48,7 +48,7 @@ HWY_INLINE void quantize_columns(const QuantizeParams& p, int64_t o, int64_t j) 
   int shift = 0;
   for (int64_t g = 0; g < groups; g++) {
     const int64_t first = g * p.group_size, end = std::min(first + p.group_size, p.n);
-    Range range = empty_range();
+    Range range;
     for (int64_t i = first; i < end; i++) widen(range, load_as_float<kType>(p.x, x_at(i)));
     const Quantizers q = plain_quantizers(range, p.bits);
     const int64_t at = (o * groups + g) * p.inner + j;
@@ -121,12 +121,12 @@ HWY_INLINE VF load_run(const void* x, int64_t at, int64_t count, VF fill) {
 template <Element kType>
 HWY_INLINE Range group_ranges(const void* x, int64_t at, int64_t count) {
   const VF fill = splat(load_element(x, kType, at));  // counts twice, which no extreme minds
-  Range range = empty_range();
+  Range range;
   for (int64_t i = 0; i < count; i += kLanes) widen(range, load_run<kType>(x, at + i, count - i, fill));
-  const float infinity = std::numeric_limits<float>::infinity();
+  // A lane that met NaN or Inf gets the largest value Inf: whatever the smallest is, the span is then not finite.
   const MF bad = hn::IsNaN(range.probe);
-  range.lo = hn::MinOfLanes(DF(), hn::IfThenElse(bad, splat(-infinity), range.lo));
-  range.hi = hn::MaxOfLanes(DF(), hn::IfThenElse(bad, splat(infinity), range.hi));
+  range.lo = hn::MinOfLanes(DF(), range.lo);
+  range.hi = hn::MaxOfLanes(DF(), hn::IfThenElse(bad, splat(std::numeric_limits<float>::infinity()), range.hi));
   range.probe = splat(0.0f);
   return range;
 }

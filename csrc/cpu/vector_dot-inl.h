@@ -3,8 +3,9 @@
 // kinds of value: int16 with 32-bit sums ("fast"), and fp32 ("exact").
 //
 // Values are stored [e / 16][row][16], in units: 16 values, or 32 with codes of 1 bit (one word). int16 sums are exact
-// as long as 255 * amplitude * number of values < 2^31 (`int16_amplitude`). (No #pragma once: foreach_target.h includes
-// this file once per target.)
+// as long as 255 * amplitude * number of values < 2^31 (`int16_amplitude`).
+//
+// No #pragma once: foreach_target.h includes this file once per target.
 
 #if defined(KIVI_CPU_VECTOR_DOT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KIVI_CPU_VECTOR_DOT_INL_H_
@@ -169,8 +170,12 @@ HWY_NOINLINE void dot_int16(const DotShape& shape, const uint8_t* codes, const v
     for (int v = 0; v < kLineVectors; v++) sum[r][v] = hn::Zero(di);
   }
   VS mask = hn::Set(ds, (1 << kBits) - 1);
+  // The lines of a unit, over the passes.
+  constexpr int kPassFetch = (U::kFetch + kPositions - 1) / kPositions;
+  const uint8_t* const end = fetch.end;
   KIVI_NO_UNROLL
   for (int k = 0; k < positions; k++) {
+    const int lines = (k + 1) * U::kFetch / kPositions - k * U::kFetch / kPositions;
     if (k != 0) {
       mask = hn::ShiftLeft < kBits == 8 ? 0 : kBits > (mask);
       KIVI_UNROLL
@@ -185,7 +190,7 @@ HWY_NOINLINE void dot_int16(const DotShape& shape, const uint8_t* codes, const v
       asm volatile("" : "+r"(word_at));  // or g++ keeps all words of all passes in stack slots
       KIVI_NO_UNROLL
       for (int64_t unit = 0; unit < shape.units; unit++, value_at += U::kSubs * kRows * kLine) {
-        if (k == 0 || kPositions == 1) fetch_lines<U::kFetch>(next, fetch.end);
+        if (lines > 0) fetch_lines<kPassFetch>(next, end);
         KIVI_UNROLL
         for (int word = 0; word < U::kWords; word++, word_at += shape.word_stride) {
           KIVI_UNROLL
@@ -247,6 +252,9 @@ HWY_NOINLINE void dot_fp32(const DotShape& shape, const uint8_t* codes, const vo
   const DF df;
   const DU du;
   const DI di;
+  // One chain is not precise enough over many values: its sums are added up in `out` after every unit (for free).
+  constexpr bool kUnitSums = kChains == 1;
+  bool first = true;
   VF sum[kChains][kRows][kLineVectors];
   KIVI_UNROLL
   for (int n = 0; n < kChains; n++) {
@@ -295,9 +303,22 @@ HWY_NOINLINE void dot_fp32(const DotShape& shape, const uint8_t* codes, const vo
           for (int v = 0; v < kLineVectors; v++) x[v] = hn::ShiftRight<16>(x[v]);
         }
       }
+      if constexpr (kUnitSums) {
+        KIVI_UNROLL
+        for (int r = 0; r < kRows; r++) {
+          KIVI_UNROLL
+          for (int v = 0; v < kLineVectors; v++) {
+            float* at = out + r * kLine + v * kLanes;
+            store_float(first ? sum[0][r][v] : hn::Add(sum[0][r][v], load_float(at)), at);
+            sum[0][r][v] = hn::Zero(df);
+          }
+        }
+        first = false;
+      }
     }
   }
   fetch.next = next;
+  if constexpr (kUnitSums) return;
   KIVI_UNROLL
   for (int r = 0; r < kRows; r++) {
     KIVI_UNROLL

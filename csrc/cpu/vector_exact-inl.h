@@ -1,6 +1,7 @@
 // Attention of a few query rows over exact tokens: the first tokens, the window and the new ones, in float32, float16
-// or bfloat16. fp32 arithmetic for both precisions; the rules and the softmax are those of vector_rows-inl.h. (No
-// #pragma once: foreach_target.h includes this file once per target.)
+// or bfloat16. fp32 arithmetic for both precisions; the rules and the softmax are those of vector_rows-inl.h.
+//
+// No #pragma once: foreach_target.h includes this file once per target.
 
 #if defined(KIVI_CPU_VECTOR_EXACT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KIVI_CPU_VECTOR_EXACT_INL_H_
@@ -158,7 +159,8 @@ struct ExactKeys {
 
 // The exact tokens of one row of the batch and one kv head.
 template <int kRows>
-void exact_keys(const AttentionParams& p, const AttentionItem& item, const KeyRanges& ranges, Rows<kRows>& rows) {
+HWY_NOINLINE void exact_keys(const AttentionParams& p, const AttentionItem& item, const KeyRanges& ranges,
+                             Rows<kRows>& rows) {
   const Format& f = *p.format;
   const auto attend = [&](Element type, const ExactRun& run) HWY_ATTR {
     if (run.count <= 0 || !rows.sees_any(run.first_key, run.count)) return;

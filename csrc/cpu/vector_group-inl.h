@@ -24,16 +24,18 @@ namespace HWY_NAMESPACE {
 using VU = hn::Vec<DU>;
 using MF = hn::Mask<DF>;
 
+// Structs of vectors have constructors of their own: g++ gives implied ones no instruction set.
+
 // Extremes of the groups. What min and max make of NaN differs between CPUs; `probe` does not: 0 times NaN or Inf is
 // NaN and stays it, 0 times anything else is 0.
 struct Range {
+  HWY_INLINE Range()  // of nothing
+      : lo(splat(std::numeric_limits<float>::infinity())),
+        hi(splat(-std::numeric_limits<float>::infinity())),
+        probe(splat(0.0f)) {}
+  HWY_INLINE Range(VF low, VF high) : lo(low), hi(high), probe(splat(0.0f)) {}
   VF lo, hi, probe;
 };
-
-HWY_INLINE Range empty_range() {
-  const float infinity = std::numeric_limits<float>::infinity();
-  return {splat(infinity), splat(-infinity), splat(0.0f)};
-}
 
 HWY_INLINE void widen(Range& range, VF x) {
   range.lo = hn::Min(range.lo, x);
@@ -41,14 +43,9 @@ HWY_INLINE void widen(Range& range, VF x) {
   range.probe = hn::MulAdd(x, splat(0.0f), range.probe);
 }
 
-// The same with what must not be counted twice left out: the extremes of two sets of groups together.
-HWY_INLINE void join(Range& range, const Range& other) {
-  range.lo = hn::Min(range.lo, other.lo);
-  range.hi = hn::Max(range.hi, other.hi);
-  range.probe = hn::Add(range.probe, other.probe);
-}
-
 struct Quantizers {
+  HWY_INLINE Quantizers() : scale(splat(0.0f)), zero(scale), top(hn::Zero(DU())) {}
+  HWY_INLINE Quantizers(VF s, VF z, VU t) : scale(s), zero(z), top(t) {}
   VF scale, zero;
   VU top;  // largest code; 0 where all codes are 0
 };
@@ -123,16 +120,15 @@ struct Chooser {
   template <Element kType>
   HWY_INLINE Quantizers choose(const Range& range, const void* x, int64_t stride, int64_t count) {
     const VF levels = splat(static_cast<float>((1 << bits) - 1));
-    const VF lo = hn::Add(range.lo, splat(0.0f));
     const VF span = hn::Add(hn::Sub(range.hi, range.lo), splat(0.0f));
     const MF finite = hn::Le(hn::Add(span, range.probe), splat(FLT_MAX));  // false for NaN too
     Quantizers q;
     MF fits;
-    shrunk(lo, span, splat(1.0f), levels, q.scale, q.zero);
+    shrunk(range.lo, span, splat(1.0f), levels, q.scale, q.zero);
     make_stored(type, q.scale, q.zero, fits);
     if (type == ScaleType::kFloat16) misfit = hn::Or(misfit, hn::VecFromMask(DF(), hn::And(finite, hn::Not(fits))));
     q.top = top_codes(finite, q.scale, bits);
-    if (search) search_more<kType>(lo, span, levels, finite, x, stride, count, q);
+    if (search) search_more<kType>(range.lo, span, levels, finite, x, stride, count, q);
     q.scale = hn::IfThenElseZero(finite, q.scale);
     q.zero = hn::IfThenElse(finite, q.zero, hn::BitCast(DF(), hn::Set(DU(), kFloatNaN)));
     return q;

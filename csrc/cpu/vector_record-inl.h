@@ -75,30 +75,32 @@ HWY_INLINE void store_scales(const RecordLayout& layout, uint8_t* section, int64
 // Bytes e0 e2 e1 e3 (4 channels of one token, codes of kBits) to the two halves of a word: e0 and e1 at bit 0, e2 and
 // e3 above them.
 template <int kBits>
-HWY_INLINE V4 close_halves(V4 bytes) {
+HWY_INLINE VU close_halves(VU bytes) {
   if constexpr (kBits == 8) {
     return bytes;
   } else {
-    const hn::Full128<uint16_t> dh;
+    const hn::Repartition<uint16_t, DU> dh;
     const auto x = hn::BitCast(dh, bytes);
     const auto mask = hn::Set(dh, static_cast<uint16_t>((1 << 2 * kBits) - 1));
-    return hn::BitCast(D4(), hn::And(hn::Or(x, hn::ShiftRight<8 - kBits>(x)), mask));
+    return hn::BitCast(DU(), hn::And(hn::Or(x, hn::ShiftRight<8 - kBits>(x)), mask));
   }
 }
 
 HWY_INLINE void store_words(uint8_t* at, V4 words) { hn::StoreU(words, D4(), reinterpret_cast<uint32_t*>(at)); }
 
-// Words of plane codes of 4 tokens and the 16 channels of `strip`, from the bytes of four quads of channels. `at` is
-// where the first word of these tokens goes; words of one token are a line apart.
+// Words of plane codes of 4 tokens and the 16 channels of `strip`, from `key_code_bytes`. `at` is where the first word
+// of these tokens goes; words of one token are a line apart.
 template <int kBits>
-HWY_INLINE void store_key_words(const V4 (&quad)[4], int64_t strip, uint8_t* at) {
-  V4 h[4];
-  for (int i = 0; i < 4; i++) h[i] = close_halves<kBits>(quad[i]);
+HWY_INLINE void store_key_words(const VU (&bytes)[kLineVectors], int64_t strip, uint8_t* at) {
+  alignas(64) uint32_t blocks[kLine];
+  for (int n = 0; n < kLineVectors; n++) hn::Store(close_halves<kBits>(bytes[n]), DU(), blocks + n * kLanes);
+  V4 quad[4];
+  for (int i = 0; i < 4; i++) quad[i] = hn::Load(D4(), blocks + 4 * i);
   if constexpr (kBits == 8) {
-    for (int i = 0; i < 4; i++) store_words(at + (4 * strip + i) * kLineBytes, h[i]);
+    for (int i = 0; i < 4; i++) store_words(at + (4 * strip + i) * kLineBytes, quad[i]);
   } else {
-    const V4 low = hn::Or(h[0], hn::ShiftLeft<2 * kBits>(h[1]));
-    const V4 high = hn::Or(h[2], hn::ShiftLeft<2 * kBits>(h[3]));
+    const V4 low = hn::Or(quad[0], hn::ShiftLeft<2 * kBits>(quad[1]));
+    const V4 high = hn::Or(quad[2], hn::ShiftLeft<2 * kBits>(quad[3]));
     if constexpr (kBits == 4) {
       store_words(at + 2 * strip * kLineBytes, low);
       store_words(at + (2 * strip + 1) * kLineBytes, high);
@@ -118,62 +120,68 @@ HWY_INLINE void store_key_words(const V4 (&quad)[4], int64_t strip, uint8_t* at)
   }
 }
 
-// The codes of 4 tokens (one per row) and 16 channels as bytes: quad i holds channels 4 i to 4 i + 3 of each token, in
-// the order 0 2 1 3.
+// The codes of 4 tokens (one per row) and 16 channels as bytes: each 16 bytes hold 4 channels of the tokens one after
+// another, the channels in the order 0 2 1 3.
 template <Element kType>
-HWY_INLINE void key_code_bytes(const StripRows& rows, int64_t token, const Quantizers (&q)[kLineVectors], VF levels,
-                               V4 (&quad)[4]) {
+HWY_INLINE void key_code_bytes(const StripRows& rows, int64_t token, int64_t fetch, const Quantizers (&q)[kLineVectors],
+                               VF levels, VU (&bytes)[kLineVectors]) {
   alignas(16) static constexpr uint8_t kTurn[16] = {0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15};
   const hn::Repartition<uint8_t, DU> db;
-  alignas(64) uint32_t blocks[kLine];
   for (int n = 0; n < kLineVectors; n++) {
     VU c[4];
-    for (int i = 0; i < 4; i++) c[i] = codes_of(load_as_float<kType>(rows.row(token + i), n * kLanes), q[n], levels);
+    for (int i = 0; i < 4; i++) {
+      if (n == 0) fetch_line(rows.row(token + i), fetch);
+      c[i] = codes_of(load_as_float<kType>(rows.row(token + i), n * kLanes), q[n], levels);
+    }
     const VU low = hn::Or(c[0], hn::ShiftLeft<8>(c[1]));
     const VU high = hn::Or(hn::ShiftLeft<16>(c[2]), hn::ShiftLeft<24>(c[3]));
     const auto turned = hn::TableLookupBytes(hn::BitCast(db, hn::Or(low, high)), hn::LoadDup128(db, kTurn));
-    hn::Store(hn::BitCast(DU(), turned), DU(), blocks + n * kLanes);
+    bytes[n] = hn::BitCast(DU(), turned);
   }
-  for (int i = 0; i < 4; i++) quad[i] = hn::Load(D4(), blocks + 4 * i);
+}
+
+template <Element kType, int kBits>
+HWY_INLINE void encode_key_codes(const EncodeParams& p, int64_t strip, const StripRows& rows, int64_t fetch,
+                                 const Quantizers (&q)[kLineVectors]) {
+  const RecordLayout& layout = *p.layout;
+  const VF levels = splat(static_cast<float>((1 << kBits) - 1));
+  for (int64_t t = 0; t < p.format->group_size; t += 4) {
+    VU bytes[kLineVectors];
+    key_code_bytes<kType>(rows, t, fetch, q, levels, bytes);
+    const auto line_of = [&](int plane) {
+      return p.record + layout.k_codes[plane] + t / kLine * layout.k_words[plane] * kLineBytes + t % kLine * 4;
+    };
+    if constexpr (kBits == 3) {
+      VU low[kLineVectors], high[kLineVectors];
+      for (int n = 0; n < kLineVectors; n++) {
+        low[n] = hn::And(bytes[n], hn::Set(DU(), 0x03030303u));
+        high[n] = hn::And(hn::ShiftRight<2>(bytes[n]), hn::Set(DU(), 0x01010101u));
+      }
+      store_key_words<2>(low, strip, line_of(0));
+      store_key_words<1>(high, strip, line_of(1));
+    } else {
+      store_key_words<kBits>(bytes, strip, line_of(0));
+    }
+  }
 }
 
 template <Element kType, int kBits>
 HWY_INLINE void encode_key_strip(const EncodeParams& p, int64_t strip, const StripRows& rows, int64_t fetch,
                                  Chooser& chooser) {
+  constexpr int64_t kSize = element_bytes(kType);
   const RecordLayout& layout = *p.layout;
   const int64_t group = p.format->group_size;
   Range range[kLineVectors];
-  for (int n = 0; n < kLineVectors; n++) range[n] = empty_range();
   for (int64_t t = 0; t < group; t++) {
     for (int n = 0; n < kLineVectors; n++) widen(range[n], load_as_float<kType>(rows.row(t), n * kLanes));
   }
   Quantizers q[kLineVectors];
   for (int n = 0; n < kLineVectors; n++) {
-    constexpr int64_t kSize = element_bytes(kType);
     q[n] = chooser.choose<kType>(range[n], rows.data + n * kLanes * kSize, rows.stride / kSize, group);
     store_scales(layout, p.record + layout.k_scale, strip * kLine + n * kLanes, q[n].scale);
     store_scales(layout, p.record + layout.k_zero, strip * kLine + n * kLanes, q[n].zero);
   }
-  const VF levels = splat(static_cast<float>((1 << kBits) - 1));
-  for (int64_t t = 0; t < group; t += 4) {
-    for (int64_t i = t; i < t + 4; i++) fetch_line(rows.row(i), fetch);
-    V4 quad[4];
-    key_code_bytes<kType>(rows, t, q, levels, quad);
-    const auto line_of = [&](int plane) {
-      return p.record + layout.k_codes[plane] + t / kLine * layout.k_words[plane] * kLineBytes + t % kLine * 4;
-    };
-    if constexpr (kBits == 3) {
-      V4 low[4], high[4];
-      for (int i = 0; i < 4; i++) {
-        low[i] = hn::And(quad[i], hn::Set(D4(), 0x03030303u));
-        high[i] = hn::And(hn::ShiftRight<2>(quad[i]), hn::Set(D4(), 0x01010101u));
-      }
-      store_key_words<2>(low, strip, line_of(0));
-      store_key_words<1>(high, strip, line_of(1));
-    } else {
-      store_key_words<kBits>(quad, strip, line_of(0));
-    }
-  }
+  encode_key_codes<kType, kBits>(p, strip, rows, fetch, q);
 }
 
 template <Element kType, int kBits>
@@ -205,12 +213,11 @@ struct ValueScales {
   alignas(64) uint32_t top[kMaxHeadDim];
 };
 
-// The extremes of a row's lanes in 4 numbers each. A lane that met NaN or Inf gets a range that is not finite.
+// The extremes of a row's lanes in 4 numbers each. A lane that met NaN or Inf gets the largest value Inf: whatever the
+// smallest is, the span is then not finite.
 HWY_INLINE void store_row_range(const Range& range, float* lo, float* hi) {
-  const float infinity = std::numeric_limits<float>::infinity();
-  const MF bad = hn::IsNaN(range.probe);
-  const VF low = hn::IfThenElse(bad, splat(-infinity), range.lo);
-  const VF high = hn::IfThenElse(bad, splat(infinity), range.hi);
+  const VF low = range.lo;
+  const VF high = hn::IfThenElse(hn::IsNaN(range.probe), splat(std::numeric_limits<float>::infinity()), range.hi);
   const hn::Full128<float> d4;
 #if HWY_TARGET == HWY_AVX3
   const hn::Half<DF> d8;
@@ -232,7 +239,7 @@ template <Element kType>
 HWY_INLINE Range value_ranges(const StripRows* strips, int64_t count, int64_t token) {
   alignas(64) float lo[kLanes * 4], hi[kLanes * 4];
   for (int64_t i = 0; i < kLanes; i++) {
-    Range range = empty_range();
+    Range range;
     for (int64_t s = 0; s < count; s++) {
       const uint8_t* row = strips[s].row(token + i);
       for (int n = 0; n < kLineVectors; n++) widen(range, load_as_float<kType>(row, n * kLanes));
@@ -243,15 +250,20 @@ HWY_INLINE Range value_ranges(const StripRows* strips, int64_t count, int64_t to
   hn::LoadInterleaved4(DF(), lo, a, b, c, d);
   const VF low = hn::Min(hn::Min(a, b), hn::Min(c, d));
   hn::LoadInterleaved4(DF(), hi, a, b, c, d);
-  return {low, hn::Max(hn::Max(a, b), hn::Max(c, d)), splat(0.0f)};
+  return {low, hn::Max(hn::Max(a, b), hn::Max(c, d))};
 }
 
 // For the range search: the group's elements with the token in the lane, [channel][kLanes].
 template <Element kType>
 void turn_values(const StripRows* strips, int64_t channels, int64_t token, float* turned) {
-  for (int64_t c = 0; c < channels; c++) {
-    for (int64_t i = 0; i < kLanes; i++) {
-      turned[c * kLanes + i] = load_element(strips[c / kLine].row(token + i), kType, c % kLine);
+  alignas(64) float row[kLine];
+  for (int64_t i = 0; i < kLanes; i++) {
+    for (int64_t first = 0; first < channels; first += kLine) {
+      for (int n = 0; n < kLineVectors; n++) {
+        store_float(load_as_float<kType>(strips[first / kLine].row(token + i), n * kLanes), row + n * kLanes);
+      }
+      for (int64_t c = 0; c < std::min<int64_t>(kLine, channels - first); c++)
+        turned[(first + c) * kLanes + i] = row[c];
     }
   }
 }
@@ -281,6 +293,8 @@ HWY_INLINE void choose_value_scales(const EncodeParams& p, const StripRows* stri
 
 // Where the words of a plane are, for one strip of channels and one vector of it.
 struct ValueWords {
+  HWY_INLINE ValueWords(uint8_t* first_word, int64_t bytes, VU mask) : first(first_word), next(bytes), valid(mask) {}
+
   uint8_t* first;  // word 0
   int64_t next;    // bytes from one word to the next
   VU valid;        // all ones in the channels that exist
@@ -309,7 +323,8 @@ HWY_INLINE void encode_value_words(const StripRows& rows, int n, int64_t token, 
       const int64_t t = token + 2 * pair + i;
       const Quantizers q{splat(scales.scale[at + t]), splat(scales.zero[at + t]), hn::Set(DU(), scales.top[at + t])};
       if (n == 0) fetch_line(rows.row(t), fetch);
-      c[i] = codes_of(load_as_float<kType>(rows.row(t), n * kLanes), q, levels);
+      const VF x = load_as_float<kType>(rows.row(t), n * kLanes);
+      c[i] = codes_of(x, q, levels);
     }
     const VU both = hn::Or(c[0], hn::ShiftLeft<16>(c[1]));
     if constexpr (kBits == 3) {
@@ -360,11 +375,9 @@ bool encode_values(const EncodeParams& p) {
     for (int n = 0; n < kLineVectors; n++) {
       const auto existing = static_cast<size_t>(std::max<int64_t>(valid - n * kLanes, 0));
       const VU mask = hn::VecFromMask(DU(), hn::FirstN(DU(), existing));
-      ValueWords planes[2];
-      for (int plane = 0; plane < 2; plane++) {
-        planes[plane] = {p.record + layout.v_codes[plane] + s * kLineBytes + n * kLanes * 4, num_strips * kLineBytes,
-                         mask};
-      }
+      uint8_t* line = p.record + s * kLineBytes + n * kLanes * 4;
+      const ValueWords planes[2] = {{line + layout.v_codes[0], num_strips * kLineBytes, mask},
+                                    {line + layout.v_codes[1], num_strips * kLineBytes, mask}};
       for (int64_t t = 0; t < f.group_size; t += kLine) {
         encode_value_words<kType, kBits>(strips[s], n, t, fetch, scales, at, planes);
       }
@@ -441,31 +454,29 @@ HWY_INLINE VF load_scales(const RecordLayout& layout, const uint8_t* section, in
   return load_float(reinterpret_cast<const float*>(section) + i);
 }
 
-// How the 16 channels of one token are found in a plane's words: which word and which bit, by channel.
+// How the 16 channels of one token of `strip` are found in a plane's words: which word and which bit, by channel.
 struct KeyPlane {
+  HWY_INLINE KeyPlane(int64_t bits, int64_t strip)
+      : per_word(codes_per_word(bits)),
+        words(std::max<int64_t>(kLine / per_word, 1)),
+        mask(hn::Set(DU(), (1u << bits) - 1u)) {
+    alignas(64) int32_t words_of[kLine];
+    alignas(64) uint32_t bits_of[kLine];
+    for (int64_t i = 0; i < kLine; i++) {
+      words_of[i] = static_cast<int32_t>(i / per_word);
+      bits_of[i] = static_cast<uint32_t>(code_bit(bits, (strip * kLine + i) % per_word));
+    }
+    for (int n = 0; n < kLineVectors; n++) {
+      word[n] = hn::Load(DI(), words_of + n * kLanes);
+      bit[n] = hn::Load(DU(), bits_of + n * kLanes);
+    }
+  }
+
   int64_t per_word, words;  // codes of a word; words that hold 16 channels (1 where two strips share one)
   VU mask;
   VI word[kLineVectors];
   VU bit[kLineVectors];
 };
-
-HWY_INLINE KeyPlane key_plane(int64_t bits, int64_t strip) {
-  alignas(64) int32_t word[kLine];
-  alignas(64) uint32_t bit[kLine];
-  KeyPlane plane;
-  plane.per_word = codes_per_word(bits);
-  plane.words = std::max<int64_t>(kLine / plane.per_word, 1);
-  for (int64_t i = 0; i < kLine; i++) {
-    word[i] = static_cast<int32_t>(i / plane.per_word);
-    bit[i] = static_cast<uint32_t>(code_bit(bits, (strip * kLine + i) % plane.per_word));
-  }
-  plane.mask = hn::Set(DU(), (1u << bits) - 1u);
-  for (int n = 0; n < kLineVectors; n++) {
-    plane.word[n] = hn::Load(DI(), word + n * kLanes);
-    plane.bit[n] = hn::Load(DU(), bit + n * kLanes);
-  }
-  return plane;
-}
 
 HWY_INLINE VU key_codes(const KeyPlane& plane, const uint8_t* words, int n) {
   alignas(16) uint32_t four[4];  // more than there are: the last one again
@@ -485,7 +496,7 @@ void decode_keys(const DecodeParams& p) {
       scale[n] = load_scales(layout, p.record + layout.k_scale, strip * kLine + n * kLanes);
       zero[n] = load_scales(layout, p.record + layout.k_zero, strip * kLine + n * kLanes);
     }
-    const KeyPlane plane[2] = {key_plane(plane_bits(f.k_bits, 0), strip), key_plane(plane_bits(f.k_bits, 1), strip)};
+    const KeyPlane plane[2] = {KeyPlane(plane_bits(f.k_bits, 0), strip), KeyPlane(plane_bits(f.k_bits, 1), strip)};
     for (int64_t i = 0; i < p.count; i++) {
       const int64_t t = p.first + i;
       const auto words_of = [&](int s) {

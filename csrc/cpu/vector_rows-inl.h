@@ -1,7 +1,8 @@
 // A few query rows on their way past the keys: what each may see, its softmax so far, and the rules that change a
 // score (softcap, ALiBi, mask, limits). Used by the kernels for quantised pages and for exact keys.
 // Scores and maxima are in log2 units: natural score times log2(e).
-// (No #pragma once: foreach_target.h includes this file once per target.)
+//
+// No #pragma once: foreach_target.h includes this file once per target.
 
 #if defined(KIVI_CPU_VECTOR_ROWS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KIVI_CPU_VECTOR_ROWS_INL_H_
@@ -53,7 +54,7 @@ struct Rows {
   bool changes_scores = false;         // softcap, ALiBi or mask
 
   // Takes rows [first, first + kRows) of the item.
-  void begin(const AttentionParams& p, const AttentionItem& item, const KeyRanges& ranges, int64_t first) {
+  HWY_NOINLINE void begin(const AttentionParams& p, const AttentionItem& item, const KeyRanges& ranges, int64_t first) {
     params = &p;
     changes_scores = p.softcap > 0 || p.alibi_slopes != nullptr || p.mask_type != MaskType::kNone;
     any_begin = all_end = INT64_MAX;
@@ -123,37 +124,50 @@ struct Rows {
   // Scores of the chunk to weights p = 2^(score - maximum of the chunk), which keeps small chunks precise; the sums so
   // far are brought to the new maximum. `count` is a multiple of 16. kMasked: scores may be -inf, and weigh exactly 0.
   template <bool kMasked>
-  void softmax(int64_t count) {
+  HWY_NOINLINE void softmax(int64_t count) {
+    float* const s = score;
     VF top[kRows];
     KIVI_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      top[r] = splat(-kInfinity);
-      for (int64_t t = 0; t < count; t += kLanes) top[r] = max_number(load_float(score + r * kChunk + t), top[r]);
+    for (int r = 0; r < kRows; r++) top[r] = splat(-kInfinity);
+    for (int64_t t = 0; t < count; t += kLanes) {
+      KIVI_UNROLL
+      for (int r = 0; r < kRows; r++) top[r] = max_number(load_float(s + r * kChunk + t), top[r]);
     }
     float chunk_max[kRows];
     max_lanes(top, chunk_max);
-    update_max(chunk_max);
-    KIVI_UNROLL
+    VF total[kRows];
     for (int r = 0; r < kRows; r++) {
       const VF reference = splat(chunk_max[r] > -kInfinity ? chunk_max[r] : 0.0f);
-      VF total = hn::Zero(DF());
+      total[r] = hn::Zero(DF());
       int64_t t = 0;
-      for (; t + 4 * kLanes <= count; t += 4 * kLanes) weigh<4, kMasked>(score + r * kChunk + t, reference, total);
-      for (; t < count; t += kLanes) weigh<1, kMasked>(score + r * kChunk + t, reference, total);
-      store_float(hn::MulAdd(splat(factor[r]), total, load_float(sum[r])), sum[r]);
+      for (; t + 4 * kLanes <= count; t += 4 * kLanes) weigh<4, kMasked>(s + r * kChunk + t, reference, total[r]);
+      for (; t < count; t += kLanes) weigh<1, kMasked>(s + r * kChunk + t, reference, total[r]);
     }
+    update_max(chunk_max);
+    KIVI_UNROLL
+    for (int r = 0; r < kRows; r++) store_float(hn::MulAdd(splat(factor[r]), total[r], load_float(sum[r])), sum[r]);
   }
 
-  // The end of row r: acc complete, [v_channels]. Returns the sum.
-  float finish(int r) {
-    const int64_t group_size = params->format->group_size;
+  // The end: out[r] = acc and zeros together, [v_channels] (may be acc itself); total[r] = the sum.
+  HWY_NOINLINE void finish(float* const (&out)[kRows], float (&total)[kRows]) const {
+    const int64_t group_size = params->format->group_size, channels = v_channels;
     for (int64_t g = 0; g < v_groups; g++) {
-      const float zero = hn::GetLane(hn::SumOfLanes(DF(), load_float(zero_acc + (g * kRows + r) * kLanes)));
-      float* a = acc + r * v_channels + g * group_size;
-      const int64_t channels = std::min(group_size, v_channels - g * group_size);
-      for (int64_t d = 0; d < channels; d += kLanes) store_float(hn::Add(load_float(a + d), splat(zero)), a + d);
+      VF lanes[kRows];
+      KIVI_UNROLL
+      for (int r = 0; r < kRows; r++) lanes[r] = load_float(zero_acc + (g * kRows + r) * kLanes);
+      float zero[kRows];
+      sum_lanes(lanes, zero);
+      const int64_t end = std::min(channels, (g + 1) * group_size);
+      for (int r = 0; r < kRows; r++) {
+        const float* const a = acc + r * channels;
+        const VF z = splat(zero[r]);
+        for (int64_t d = g * group_size; d < end; d += kLanes) store_float(hn::Add(load_float(a + d), z), out[r] + d);
+      }
     }
-    return hn::GetLane(hn::SumOfLanes(DF(), load_float(sum[r])));
+    VF lanes[kRows];
+    KIVI_UNROLL
+    for (int r = 0; r < kRows; r++) lanes[r] = load_float(sum[r]);
+    sum_lanes(lanes, total);
   }
 
  private:
@@ -210,14 +224,14 @@ struct Rows {
   }
 
   // max, factor, and the sums so far on the new scale.
-  void update_max(const float* chunk_max) {
+  void update_max(const float (&chunk_max)[kRows]) {
     constexpr int kPadded = (kRows + kLanes - 1) / kLanes * kLanes;
     alignas(64) float now[kPadded] = {}, before[kPadded] = {};
     bool grows = false;
     KIVI_UNROLL
     for (int r = 0; r < kRows; r++) {
       const float after = std::max(max[r], chunk_max[r]);
-      grows |= after > max[r];
+      grows |= after > max[r] && max[r] > -kInfinity;
       now[r] = chunk_max[r] > -kInfinity ? chunk_max[r] - after : 0.0f;
       before[r] = max[r] > -kInfinity ? max[r] - after : 0.0f;
       max[r] = after;
@@ -227,17 +241,18 @@ struct Rows {
     for (int r = 0; r < kRows; r++) factor[r] = chunk_max[r] > -kInfinity ? now[r] : 0.0f;
     if (!grows) return;
     exp2_all<kPadded>(before);
-    KIVI_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      const VF shrink = splat(before[r]);
-      store_float(hn::Mul(shrink, load_float(sum[r])), sum[r]);
-      for (float* a = acc + r * v_channels; a < acc + (r + 1) * v_channels; a += kLanes) {
-        store_float(hn::Mul(shrink, load_float(a)), a);
-      }
-      for (int64_t g = 0; g < v_groups; g++) {
-        float* z = zero_acc + (g * kRows + r) * kLanes;
-        store_float(hn::Mul(shrink, load_float(z)), z);
-      }
+    for (int r = 0; r < kRows; r++) shrink_row(r, splat(before[r]));
+  }
+
+  void shrink_row(int r, VF by) {
+    store_float(hn::Mul(by, load_float(sum[r])), sum[r]);
+    float* const begin = acc + r * v_channels;
+    const int64_t channels = v_channels, groups = v_groups;
+    for (int64_t d = 0; d < channels; d += kLanes) store_float(hn::Mul(by, load_float(begin + d)), begin + d);
+    float* const zeros = zero_acc + r * kLanes;
+    for (int64_t g = 0; g < groups; g++) {
+      float* z = zeros + g * kRows * kLanes;
+      store_float(hn::Mul(by, load_float(z)), z);
     }
   }
 

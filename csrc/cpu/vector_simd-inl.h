@@ -1,6 +1,7 @@
 // Small vector helpers of the attention kernels, written once with Highway and compiled once per instruction set.
 // A line of a record is 16 lanes of 32 bits (kivi/format.h): one vector with AVX-512, two with AVX2, four with NEON.
-// (No #pragma once: foreach_target.h includes this file once per target.)
+//
+// No #pragma once: foreach_target.h includes this file once per target.
 
 #if defined(KIVI_CPU_VECTOR_SIMD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef KIVI_CPU_VECTOR_SIMD_INL_H_
@@ -189,10 +190,8 @@ HWY_INLINE void max_lanes(const VF (&v)[kCount], float* out) {
 // payload are 0, which is what hardware makes.
 template <int kCount>
 HWY_INLINE void exp2_inplace(VF (&x)[kCount]) {
-  const DI di;
-  const VF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   constexpr float kPoly[6] = {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 0.24022651f, 0.69314718f, 1.0f};
-  VF shifted[kCount], p[kCount];
+  VF whole[kCount], p[kCount];
   KIVI_UNROLL
   for (int i = 0; i < kCount; i++) {
 #if HWY_ARCH_X86
@@ -201,10 +200,18 @@ HWY_INLINE void exp2_inplace(VF (&x)[kCount]) {
     x[i] = hn::IfThenElse(hn::Lt(x[i], splat(-126.0f)), splat(-126.0f), x[i]);
 #endif
   }
+#if HWY_TARGET == HWY_AVX3
   KIVI_UNROLL
-  for (int i = 0; i < kCount; i++) shifted[i] = hn::Add(x[i], magic);
+  for (int i = 0; i < kCount; i++) whole[i] = VF{_mm512_roundscale_ps(x[i].raw, 8)};
   KIVI_UNROLL
-  for (int i = 0; i < kCount; i++) x[i] = hn::Sub(x[i], hn::Sub(shifted[i], magic));
+  for (int i = 0; i < kCount; i++) x[i] = hn::Sub(x[i], whole[i]);
+#else
+  const VF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  KIVI_UNROLL
+  for (int i = 0; i < kCount; i++) whole[i] = hn::Add(x[i], magic);
+  KIVI_UNROLL
+  for (int i = 0; i < kCount; i++) x[i] = hn::Sub(x[i], hn::Sub(whole[i], magic));
+#endif
   KIVI_UNROLL
   for (int i = 0; i < kCount; i++) p[i] = splat(kPoly[0]);
   KIVI_UNROLL
@@ -214,8 +221,12 @@ HWY_INLINE void exp2_inplace(VF (&x)[kCount]) {
   }
   KIVI_UNROLL
   for (int i = 0; i < kCount; i++) {
-    const VI exponent = hn::ShiftLeft<23>(hn::BitCast(di, shifted[i]));
-    x[i] = hn::BitCast(DF(), hn::Add(hn::BitCast(di, p[i]), exponent));
+#if HWY_TARGET == HWY_AVX3
+    x[i] = VF{_mm512_scalef_ps(p[i].raw, whole[i].raw)};
+#else
+    const VI exponent = hn::ShiftLeft<23>(hn::BitCast(DI(), whole[i]));
+    x[i] = hn::BitCast(DF(), hn::Add(hn::BitCast(DI(), p[i]), exponent));
+#endif
   }
 }
 

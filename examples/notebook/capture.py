@@ -67,7 +67,7 @@ def capture(model, ids, chosen):
     model.clear_caches()
     for suffix, begin, end in (("", 0, len(ids) - 1), ("_step", len(ids) - 1, len(ids))):
         x = F.embedding(torch.tensor([ids[begin:end]]), model.embedding)
-        for i, layer in enumerate(model.layers):
+        for i, layer in enumerate(model.layers.children()):
             x, q, k, v = run_layer(layer, x, model.cos[begin:end], model.sin[begin:end], lanes)
             if i in chosen:
                 for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -93,7 +93,7 @@ def main():
     ids = Tokenizer(files["tokenizer.bin"]).encode(text[: 16 * arguments.tokens].decode("ascii", "ignore"))
     if len(ids) <= arguments.tokens:
         raise SystemExit(f"capture.py: the model's text has {len(ids)} tokens, {arguments.tokens + 1} are needed")
-    count = len(model.layers)
+    count = len(list(model.layers.children()))
     with torch.no_grad():
         tensors = capture(model, ids[: arguments.tokens + 1], (0, (count - 1) // 2, count - 1))
     torch.save(tensors, arguments.output)

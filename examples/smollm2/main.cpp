@@ -4,6 +4,9 @@
 #include <kivi/version.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
@@ -28,21 +31,28 @@ using smollm2::Speed;
 
 // A text long enough that most of it is quantised when the answer is written.
 constexpr const char* kStory =
-    R"(Read the story and answer the question.
-
-The lighthouse on Heron Island stood empty for eleven years. In the spring of 1952 a young clockmaker named Ada Brandt rowed out to it with two
-trunks, a box of tools and a grey cat called Pepper. The council had promised her a small wage if she could make the old lamp turn again.
-The machine that turned the lamp was worse than she had feared. Salt had eaten the brass wheels, and a storm had broken the glass on the north side.
-For the first month she did nothing but clean. She laid every part on a white sheet in the kitchen, drew it in a notebook, and wrote down its weight.
-The fishermen thought that she was wasting her time. Only the baker's son, Tomas, believed in her. Every Sunday he brought bread, paraffin and letters
-from the mainland, and stayed until dark to hold the lantern while she worked.
-In August the last wheel was missing. No workshop on the coast could cut it. So Ada melted down the brass handles of her own trunks, made a mould of
-sand and candle wax, and poured the wheel herself. The first one cracked. The second one was too small. The third one fitted.
-On the evening of the ninth of September she wound the machine, lit the lamp, and stepped back. The beam went out over the water, slow and even, once
-every twelve seconds. In the harbour the boats sounded their horns one after another. Tomas stood on the pier and counted the seconds aloud.
-That winter no ship was lost on the rocks, and in the spring the council gave Ada the house, the garden and the little boat for as long as she lived.
-
-Question: What did Ada melt down to make the last wheel?)";
+    "Context: The lighthouse on Heron Island stood empty for eleven years. In the spring of 1952 a young "
+    "clockmaker named Ada Brandt rowed out to it with two\n"
+    "trunks, a box of tools and a grey cat called Pepper. The council had promised her a small wage if she "
+    "could make the old lamp turn again.\n"
+    "The machine that turned the lamp was worse than she had feared. Salt had eaten the brass wheels, and a "
+    "storm had broken the glass on the north side.\n"
+    "For the first month she did nothing but clean. She laid every part on a white sheet in the kitchen, drew "
+    "it in a notebook, and wrote down its weight.\n"
+    "The fishermen thought that she was wasting her time. Only the baker's son, Tomas, believed in her. Every "
+    "Sunday he brought bread, paraffin and letters\n"
+    "from the mainland, and stayed until dark to hold the lantern while she worked.\n"
+    "In August the last wheel was missing. No workshop on the coast could cut it. So Ada melted down the brass"
+    " handles of her own trunks, made a mould of\n"
+    "sand and candle wax, and poured the wheel herself. The first one cracked. The second one was too small. "
+    "The third one fitted.\n"
+    "On the evening of the ninth of September she wound the machine, lit the lamp, and stepped back. The beam "
+    "went out over the water, slow and even, once\n"
+    "every twelve seconds. In the harbour the boats sounded their horns one after another. Tomas stood on the "
+    "pier and counted the seconds aloud.\n"
+    "That winter no ship was lost on the rocks, and in the spring the council gave Ada the house, the garden "
+    "and the little boat for as long as she lived.\n\n"
+    "Question: Who was Ada Brandt and what did she do on the island? Answer with two short sentences.";
 
 constexpr const char* kSystem =
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n";
@@ -109,12 +119,10 @@ void show_texts(Model* model, const Options& options, const std::vector<CacheCon
   }
   std::printf("1. Text (greedy, prompt of %zu tokens)\n", ids.size());
   std::printf("%s\n\n", options.prompt.empty()
-                            ? "A story about a lighthouse, and: What did Ada melt down to make the last wheel?"
+                            ? "A story about a lighthouse, and: Who was Ada Brandt and what did she do on the island?"
                             : question.c_str());
   std::vector<int64_t> exact;
   for (const CacheConfig& config : configs) {
-    std::printf("%-12s ", config.name.c_str());
-    std::fflush(stdout);
     const smollm2::Generated generated = smollm2::generate(model, config, ids, options.tokens);
     if (config.exact()) {
       exact = generated.ids;

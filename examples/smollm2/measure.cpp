@@ -12,7 +12,7 @@
 namespace smollm2 {
 namespace {
 
-constexpr int64_t kChunk = 256;       // tokens of one prefill call
+constexpr int64_t kChunk = 512;       // tokens of one prefill call
 constexpr int64_t kEndOfText = 0;     // <|endoftext|>
 constexpr int64_t kEndOfMessage = 2;  // <|im_end|>
 constexpr int64_t kWarmUp = 8;        // decode steps before the clock starts
@@ -48,6 +48,7 @@ Generated generate(Model* model, const CacheConfig& config, const std::vector<in
   model->use({lane}, false);
   const auto length = static_cast<int64_t>(prompt.size());
   at::Tensor logits = prefill(model, row(prompt), 0, length, "  reading the prompt with the " + config.name + " cache");
+  std::printf("%-12s ", config.name.c_str());  // after the progress line, which rewrites its line
   Generated result;
   for (int64_t position = length; position < model->context_length(); ++position) {
     const auto id = logits.argmax(-1).item<int64_t>();

@@ -9,8 +9,9 @@
 
 namespace smollm2 {
 
-// Greedy text after the prompt, written to the standard output as it comes. The prompt goes through the cache at once,
-// then token by token. `quantized` is the number of tokens that the cache had quantised at the end.
+// Greedy text after the prompt, written to the standard output as it comes, after the name of the cache. The prompt
+// goes through the cache at once, then token by token. `quantized` is the number of tokens that the cache had quantised
+// at the end.
 struct Generated {
   std::vector<int64_t> ids;
   int64_t quantized = 0;

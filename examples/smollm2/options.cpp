@@ -56,8 +56,8 @@ CacheConfig cache_config(const std::string& text) {
 std::string usage() {
   return R"(Usage: smollm2 [options]
 
-Runs SmolLM2-135M-Instruct with the plain fp32 cache and with Kivi caches of several bit widths. Shows the text that each
-generates, the bytes of its cache, its speed, and its perplexity on a text.
+Runs SmolLM2-135M-Instruct with the plain fp32 cache and with Kivi caches of several bit widths. Shows the text that
+each generates, the bytes of its cache, its speed, and its perplexity on a text.
 
   --prompt TEXT        the question to answer (default: a built-in story and a question about it)
   --raw                give the prompt to the model as it is, without the chat template
@@ -99,7 +99,13 @@ Options parse_options(int argc, char** argv) {
       {"--bits", text(&bits)},
       {"--tokens", number(&options.tokens, 1, 8192)},
       {"--windows", number(&options.windows, 1, kMaxWindows)},
-      {"--group-size", number(&common.group_size, 16, 128)},
+      {"--group-size",
+       [&](const std::string& option, const std::string& value) {
+         common.group_size = integer(option, value, 16, 128);
+         if (common.group_size % 16 != 0 || 128 % common.group_size != 0) {
+           throw std::invalid_argument(option + " is 16, 32, 64 or 128, got '" + value + "'");
+         }
+       }},
       {"--residual", number(&common.residual_length, 0, 8192)},
       {"--sink", number(&common.sink_length, 0, 8192)},
       {"--threads", number(&options.threads, 1, 1024)},

@@ -1,5 +1,5 @@
-// What the tests of the operators share: data from a seed, comparison to the bit, the words that an error must hold, and
-// references that are written with at:: calls and know nothing of the library's kernels.
+// What the tests of the operators share: data from a seed, comparison to the bit, the words that an error must hold,
+// and references that are written with at:: calls and know nothing of the library's kernels.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -52,8 +52,9 @@ inline ::testing::AssertionResult same_bits(const at::Tensor& a, const at::Tenso
     if (first < 0) first = i;
     different++;
   }
-  return ::testing::AssertionFailure() << different << " of " << x.numel() << " elements differ, the first at flat index "
-                                       << first << ": " << x.flatten()[first].item<double>() << " and "
+  return ::testing::AssertionFailure() << different << " of " << x.numel()
+                                       << " elements differ, the first at flat index " << first << ": "
+                                       << x.flatten()[first].item<double>() << " and "
                                        << y.flatten()[first].item<double>() << ", sizes " << x.sizes();
 }
 
@@ -189,9 +190,9 @@ inline at::Tensor definition_values(const at::Tensor& v, int64_t bits, int64_t g
   return at::cat(parts, 3);
 }
 
-// As stored values are given back: rounded to the dtype, +-65504 where float16 would be infinite.
+// As stored values are given back: rounded to the dtype; a finite value that would be infinite in float16 is +-65504.
 inline at::Tensor given_back(const at::Tensor& x, at::ScalarType type) {
-  return type == at::kHalf ? at::clamp(x, -65504.0, 65504.0).to(type) : x.to(type);
+  return type == at::kHalf ? at::where(x.isinf(), x, at::clamp(x, -65504.0, 65504.0)).to(type) : x.to(type);
 }
 
 }  // namespace kivi::test

@@ -281,6 +281,7 @@ class Problem {
                           Element::kFloat32,
                           record};
       cpu::kernels_for(cpu::Isa::kScalar)->encode(e);
+      poison_padding(record);
       decode_record(record, &k_double[static_cast<size_t>(from * d)], &v_double[static_cast<size_t>(from * dv)]);
     }
     k.push_back(std::move(k_double));
@@ -290,6 +291,26 @@ class Problem {
   double scale_at(const uint8_t* record, int64_t section, int64_t i) const {
     if (layout.scale_bytes == 2) return cpu::load_element(record + section, Element::kFloat16, i);
     return cpu::load_element(record + section, Element::kFloat32, i);
+  }
+
+  // A word of 32 codes of 1 bit may have 16 channels or tokens only; the other bits must not matter.
+  void poison_padding(uint8_t* record) const {
+    const Format& f = format;
+    const auto spoil = [&](int64_t word) {
+      for (int i = 1; i < 4; i += 2) record[word + i] = 0xFF;  // elements 16 to 31 have bits 8 to 15 and 24 to 31
+    };
+    for (int plane = 0; plane < 2; plane++) {
+      if (plane < num_planes(f.k_bits) && plane_bits(f.k_bits, plane) == 1 && layout.k_channels % 32 != 0) {
+        for (int64_t t = 0; t < f.group_size; t++) {
+          spoil(cpu::k_code_place(layout, f.k_bits, plane, t, layout.k_channels - 1).word);
+        }
+      }
+      if (plane < num_planes(f.v_bits) && plane_bits(f.v_bits, plane) == 1 && f.group_size == 16) {
+        for (int64_t i = 0; i < layout.v_channels; i++) {
+          spoil(cpu::v_code_place(layout, f.v_bits, plane, 0, i).word);
+        }
+      }
+    }
   }
 
   void decode_record(const uint8_t* record, double* keys, double* values) {

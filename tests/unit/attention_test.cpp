@@ -58,7 +58,8 @@ TEST_P(Attention, HeadSizesAndGroups) {
   }
 }
 
-// K with outlier channels of 5 and 30 times, scores of +-40.
+// K with outlier channels of 5 and 30 times, scores up to about +-40. There one rounding of a score is worth 2e-6, and
+// the vector kernels, which add q . zero for itself, round sums that are larger than the score.
 TEST_P(Attention, OutliersAndWideScores) {
   for (const float spread : {1.0f, 4.0f, 13.0f}) {
     Format f = make_format(2, 128, 128, 2, 2, 32);
@@ -67,7 +68,7 @@ TEST_P(Attention, OutliersAndWideScores) {
     s.cached = {1000};
     s.outlier_step = 16;
     s.score_spread = spread;
-    expect_close(s, 1e-5);
+    expect_close(s, spread < 10 || kernels().isa == Isa::kScalar ? 1e-5 : 5e-5);
   }
 }
 
@@ -205,6 +206,26 @@ TEST_P(Attention, EmptyCacheGivesZero) {
   const AttentionResult got = with_sinks.run(kernels());
   for (const float x : got.out) EXPECT_EQ(x, 0.0f);
   for (size_t h = 0; h < got.lse.size(); h++) EXPECT_EQ(got.lse[h], with_sinks.params().sinks[h]);
+}
+
+// Every key masked out, in one item and in many: as an empty cache.
+TEST_P(Attention, AllMaskedGivesZero) {
+  for (const MaskType mask : {MaskType::kBool, MaskType::kFloat32}) {
+    for (const int64_t cached : {3, 300, 2000}) {
+      for (const bool sinks : {false, true}) {
+        AttentionSpec s = attention_spec(small_format());
+        s.cached = {cached};
+        s.mask = mask;
+        s.sinks = sinks;
+        AttentionCase c(s);
+        std::fill(c.bool_mask().begin(), c.bool_mask().end(), static_cast<uint8_t>(0));
+        std::fill(c.float_mask().begin(), c.float_mask().end(), -kInf);
+        const AttentionResult got = c.run(kernels());
+        for (const float x : got.out) EXPECT_EQ(x, 0.0f);
+        for (size_t h = 0; h < got.lse.size(); h++) EXPECT_EQ(got.lse[h], sinks ? c.params().sinks[h] : -kInf);
+      }
+    }
+  }
 }
 
 // 3 keys of score 0 and a sink logit of 0: 3/4 of the value (case C10 d).
@@ -442,7 +463,7 @@ TEST_P(Attention, MergeEqualsUnsplit) {
     items.push_back(item);
   }
   const AttentionResult whole = AttentionCase::run(c.params(), kernels(), 1, items, 0);
-  EXPECT_LE(max_difference(whole.out, split.out), 1e-6);
+  EXPECT_LE(max_difference(whole.out, split.out), kernels().isa == Isa::kScalar ? 1e-6 : 2e-6);
   EXPECT_LE(max_difference(whole.lse, split.lse), 2e-6);
 }
 

@@ -2,8 +2,8 @@
 // dequantised cache, and against the scalar kernel. Every size and rule that the kernels know is in here: a new one
 // needs a test here.
 //
-// "exact" must be within 1e-5. "fast" rounds q * scale to int16 (amplitude A, 32767 up to head size 256): one score is
-// off by some sqrt(D) * max|q * scale| * max code / A, and the output by that times the size of the values.
+// "exact" must be within 1e-5. "fast" rounds q * scale to int16 (amplitude A, 32767 up to head size 256); its limit is
+// 5e-5 + sqrt(D) * max|q * scale| * max code / (2 A), explained in cpu/vector_pages-inl.h.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -32,7 +32,7 @@ double fast_limit(const Problem& p) {
   const auto d = static_cast<double>(p.format.head_dim);
   const double amplitude = std::min(32767.0, 2147483647.0 / (255 * d));
   const double code = static_cast<double>((1 << p.format.k_bits) - 1);
-  return 5e-5 + std::sqrt(d) * p.largest_scaled_query() * code / amplitude;
+  return 5e-5 + 0.5 * std::sqrt(d) * p.largest_scaled_query() * code / amplitude;
 }
 
 // Compares all outputs; NaN must stand where NaN is wanted and nowhere else.
@@ -48,7 +48,7 @@ void expect_near(const Result& got, const Result& want, double limit, const std:
     if (e > worst) worst = e, at = i;
   }
   EXPECT_LE(worst, limit) << what << " output " << at << " is " << got.out[at] << ", not " << want.out[at];
-  EXPECT_LE(std::sqrt(squares / static_cast<double>(got.out.size())), limit / 2) << what;
+  EXPECT_LE(std::sqrt(squares / static_cast<double>(got.out.size())), limit / 3) << what;
   for (size_t i = 0; i < got.lse.size(); i++) {
     ASSERT_EQ(std::isnan(got.lse[i]), std::isnan(want.lse[i])) << what << " lse " << i << " is " << got.lse[i];
     if (std::isnan(want.lse[i])) continue;
@@ -148,16 +148,7 @@ TEST_P(AttentionVector, RaggedBatch) {
 }
 
 TEST_P(AttentionVector, ResultsOfARowDoNotDependOnTheOthers) {
-  Settings s = settings(make_format(2, 64, 64, 2, 2, 32, 32, 4), {700, 131}, 8, 3);
-  Problem both(s);
-  s.lengths = {700};
-  Problem one(s);
-  for (const bool exact : {true, false}) {
-    const Result all = both.run(kernels(), exact), alone = one.run(kernels(), exact);
-    // The first row of the batch has the same content in both (but for the queries): compare through its own queries.
-    ASSERT_EQ(alone.out.size() * 2, all.out.size());
-  }
-  // The same cache, one query huge: the others keep their bits.
+  // One query of a kv head becomes huge, which must not cost the others a bit.
   Settings quiet = settings(make_format(1, 64, 64, 2, 2, 32, 32, 4), {500}, 4);
   Settings loud = quiet;
   loud.edit_q = [](std::vector<float>& q) {
@@ -167,6 +158,26 @@ TEST_P(AttentionVector, ResultsOfARowDoNotDependOnTheOthers) {
   for (const bool exact : {true, false}) {
     const Result x = a.run(kernels(), exact), y = b.run(kernels(), exact);
     for (size_t i = 64; i < x.out.size(); i++) ASSERT_EQ(x.out[i], y.out[i]) << "output " << i;
+  }
+  // A batch of two rows gives the bits that each gives alone: the second row's tensors are taken for a batch of one.
+  Problem both(settings(make_format(2, 64, 64, 2, 2, 32, 32, 4), {131, 700}, 8, 3));
+  for (const bool exact : {true, false}) {
+    const Result all = both.run(kernels(), exact);
+    const AttentionParams whole = both.params;
+    AttentionParams& p = both.params;
+    const Format& f = both.format;
+    p.batch = 1;
+    p.q = static_cast<const float*>(p.q) + p.q_batch_stride;
+    p.block_table += p.block_table_stride;
+    p.lengths++;
+    p.quantized_lengths++;
+    p.sink_k = static_cast<const float*>(p.sink_k) + f.num_kv_heads * f.sink_length * f.head_dim;
+    p.sink_v = static_cast<const float*>(p.sink_v) + f.num_kv_heads * f.sink_length * f.value_head_dim;
+    p.window_k = static_cast<const float*>(p.window_k) + f.num_kv_heads * window_capacity(f) * f.head_dim;
+    p.window_v = static_cast<const float*>(p.window_v) + f.num_kv_heads * window_capacity(f) * f.value_head_dim;
+    const Result one = both.run(kernels(), exact);
+    both.params = whole;
+    for (size_t i = 0; i < one.out.size(); i++) ASSERT_EQ(one.out[i], all.out[one.out.size() + i]) << "output " << i;
   }
 }
 
@@ -353,6 +364,10 @@ TEST_P(AttentionVector, NaNBehindAMaskIsNotSeen) {
 TEST_P(AttentionVector, BadQueriesSpoilTheirOwnRowOnly) {
   for (const float bad : {NAN, INFINITY, -INFINITY}) {
     Settings s = settings(make_format(1, 64, 64, 2, 2, 32, 16, 4), {300}, 6, 2);
+    // Of one sign in all keys, so that -Inf makes every score -Inf, which must not count as "no key seen".
+    s.edit = [](int64_t, int64_t, std::vector<float>& k, std::vector<float>&) {
+      for (size_t i = 17; i < k.size(); i += 64) k[i] = std::fabs(k[i]) + 0.1f;
+    };
     Problem good(s);
     s.edit_q = [bad](std::vector<float>& q) { q[3 * 64 + 17] = bad; };
     Problem spoilt(s);

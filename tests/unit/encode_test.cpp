@@ -152,6 +152,26 @@ TEST_P(Encode, RangeSearchNeverLoses) {
   EXPECT_LT(errors[1], 0.98 * errors[0]);
 }
 
+// Where no error is smaller than another (here all overflow) the plain range is kept.
+TEST_P(Encode, RangeSearchKeepsTheFirstOfATie) {
+  for (const int64_t bits : kBitWidths) {
+    Format f = make_format(1, 48, 48, bits, bits, 32);
+    f.range_search = true;
+    f.scale_type = ScaleType::kFloat32;
+    Tokens x(f, Element::kFloat32, 5);
+    for (int64_t t = 0; t < 32; t++) {
+      for (int64_t d = 0; d < 48; d++) x.set_k(t, d, 1e30f * x.k.get(t * x.k_stride + d));
+      for (int64_t d = 0; d < 48; d++) x.set_v(t, d, 1e30f * x.v.get(t * x.v_stride + d));
+    }
+    check(x);
+    Record searched(record_layout(f).bytes), plain(record_layout(f).bytes);
+    encode(x, &searched);
+    x.f.range_search = false;
+    encode(x, &plain);
+    EXPECT_EQ(searched.copy(), plain.copy());
+  }
+}
+
 // Equal data give equal bytes, whatever stood in the record before.
 TEST_P(Encode, EveryByteIsWritten) {
   for (const int64_t bits : kBitWidths) {

@@ -1,0 +1,733 @@
+// Bad arguments: each throws a c10::Error that names the argument and the values that disagree, and changes nothing.
+// Then two tests over the registry, which a new operator passes without being named here: every operator has its
+// kernels, and what a call changes is what its schema says.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <functional>
+#include <random>
+
+#include "tests/ops/support.h"
+
+namespace kivi::test {
+namespace {
+
+constexpr int64_t kBatch = 2, kHeads = 2, kDim = 16, kValueDim = 20, kTokens = 60;
+
+at::Tensor on_meta(const at::Tensor& t) { return at::empty(t.sizes(), t.options().device(at::kMeta)); }
+
+struct Case {
+  std::string name;
+  std::function<void()> call;
+  std::vector<std::string> words;
+};
+
+// ---------------------------------------------------------------------------------------------- quantisation
+
+TEST(Errors, Quantise) {
+  const at::Tensor x = randn({4, 40}, 1);
+  const auto [codes_, scale_, zero_] = quantize(x, 1, 3, 16);
+  const at::Tensor codes = codes_, scale = scale_, zero = zero_;
+  const auto back = [&](const at::Tensor& c, const at::Tensor& s, const at::Tensor& z, int64_t axis = 1,
+                        int64_t bits = 3, int64_t group = 16, int64_t size = 40, at::ScalarType type = at::kFloat) {
+    return [=] { dequantize(c, s, z, axis, bits, group, size, type); };
+  };
+  std::vector<Case> cases = {
+      {"axis past the end", [&] { quantize(x, 2); }, {"axis", "2", "-2 to 1"}},
+      {"axis before the start", [&] { quantize(x, -3); }, {"axis", "-3"}},
+      {"a number has no axis", [&] { quantize(at::ones({}), 0); }, {"axis", "0 dimensions"}},
+      {"group_size 0", [&] { quantize(x, 1, 2, 0); }, {"group_size", "0"}},
+      {"group_size -4", [&] { fake_quantize(x, 1, 2, -4); }, {"group_size", "-4"}},
+      {"codes of another dtype", back(codes.to(at::kLong), scale, zero), {"codes", "Byte", "Long"}},
+      {"scale of another dtype", back(codes, scale.to(at::kDouble), zero), {"scale", "Float", "Double"}},
+      {"zero of another dtype", back(codes, scale, zero.to(at::kHalf)), {"zero", "Float", "Half"}},
+      {"3-bit codes read as 4 bits", back(codes, scale, zero, 1, 4), {"codes", "15", "20", "4 bits"}},
+      {"wrong size", back(codes, scale, zero, 1, 3, 16, 60), {"scale", "3", "4"}},
+      {"size with the groups but not the bytes", back(codes, scale, zero, 1, 3, 16, 47), {"codes", "15", "18"}},
+      {"negative size", back(codes, scale, zero, 1, 3, 16, -1), {"size", "-1"}},
+      {"other group_size", back(codes, scale, zero, 1, 3, 8), {"scale", "3", "5"}},
+      {"group_size 0", back(codes, scale, zero, 1, 3, 0), {"group_size", "0"}},
+      {"axis", back(codes, scale, zero, 5), {"axis", "5"}},
+      {"scale of other sizes", back(codes, scale.narrow(0, 0, 3), zero), {"scale", "3", "4"}},
+      {"zero of other sizes", back(codes, scale, zero.narrow(1, 0, 2)), {"zero", "2", "3"}},
+      {"rank of scale", back(codes, scale.unsqueeze(0), zero), {"scale", "3 dimensions", "2"}},
+      {"rank of zero", back(codes, scale, zero.flatten()), {"zero", "1 dimensions", "2"}},
+      {"dtype to give back", back(codes, scale, zero, 1, 3, 16, 40, at::kDouble), {"dtype", "Double"}},
+      {"codes on meta", back(on_meta(codes), scale, zero), {"scale", "cpu", "meta"}},
+      {"scale on meta", back(codes, on_meta(scale), zero), {"scale", "cpu", "meta"}},
+      {"zero on meta", back(codes, scale, on_meta(zero)), {"zero", "cpu", "meta"}},
+  };
+  for (int64_t bits : {-4, 0, 5, 6, 7, 9, 16}) {
+    const std::string text = std::to_string(bits);
+    cases.push_back({"quantize at " + text, [=] { quantize(x, 1, bits); }, {"bits", text}});
+    cases.push_back({"fake_quantize at " + text, [=] { fake_quantize(x, 1, bits); }, {"bits", text}});
+    cases.push_back({"dequantize at " + text, back(codes, scale, zero, 1, bits), {"bits", text}});
+  }
+  for (auto type : {at::kDouble, at::kInt, at::kLong, at::kBool, at::kByte, at::kComplexFloat, at::kFloat8_e4m3fn}) {
+    const at::Tensor other = at::ones({4, 40}).to(type);
+    cases.push_back({"x", [=] { quantize(other, 1); }, {"x", toString(type)}});
+    cases.push_back({"x", [=] { fake_quantize(other, 1); }, {"x", toString(type)}});
+  }
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.name);
+    expect_error(c.call, c.words);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- the class
+
+TEST(Errors, Construction) {
+  CacheOptions good;
+  good.num_kv_heads = 2, good.head_dim = 16;
+  KVCache{good};
+  const auto with = [&](auto change) {
+    return [=] {
+      CacheOptions o = good;
+      change(o);
+      KVCache{o};
+    };
+  };
+  std::vector<Case> cases = {
+      {"no heads", with([](CacheOptions& o) { o.num_kv_heads = 0; }), {"num_kv_heads", "0"}},
+      {"negative heads", with([](CacheOptions& o) { o.num_kv_heads = -2; }), {"num_kv_heads", "-2"}},
+      {"too many heads", with([](CacheOptions& o) { o.num_kv_heads = 65537; }), {"num_kv_heads", "65537", "65536"}},
+      {"head_dim 0", with([](CacheOptions& o) { o.head_dim = 0; }), {"head_dim", "0"}},
+      {"head_dim 1025", with([](CacheOptions& o) { o.head_dim = 1025; }), {"head_dim", "1025", "1024"}},
+      {"value_head_dim", with([](CacheOptions& o) { o.value_head_dim = -1; }), {"value_head_dim", "-1"}},
+      {"residual_length", with([](CacheOptions& o) { o.residual_length = -1; }), {"residual_length", "-1"}},
+      {"sink_length", with([](CacheOptions& o) { o.sink_length = -1; }), {"sink_length", "-1"}},
+      {"precision", with([](CacheOptions& o) { o.precision = "double"; }), {"precision", "double", "exact", "fast"}},
+      {"scale_dtype", with([](CacheOptions& o) { o.scale_dtype = "half"; }), {"scale_dtype", "half", "float16"}},
+  };
+  for (int64_t bits : {-4, 0, 5, 6, 7, 16}) {
+    const std::string text = std::to_string(bits);
+    cases.push_back({text, with([=](CacheOptions& o) { o.k_bits = bits; }), {"k_bits", text}});
+    cases.push_back({text, with([=](CacheOptions& o) { o.v_bits = bits; }), {"v_bits", text}});
+  }
+  for (int64_t group : {-16, 0, 1, 8, 24, 256}) {
+    const std::string text = std::to_string(group);
+    cases.push_back({text, with([=](CacheOptions& o) { o.group_size = group; }), {"group_size", text, "16, 32, 64"}});
+  }
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.name);
+    expect_error(c.call, c.words);
+  }
+  expect_error([] { KVCache(2, 16, std::nullopt, 5); }, {"k_bits", "5"});
+}
+
+CacheOptions cache_options() {
+  CacheOptions o;
+  o.num_kv_heads = kHeads;
+  o.head_dim = kDim;
+  o.value_head_dim = kValueDim;
+  o.group_size = 16;
+  o.residual_length = 8;
+  o.sink_length = 4;
+  return o;
+}
+
+// Every bad call of append, forward and attend; `cache` may be empty or hold tokens.
+std::vector<Case> bad_calls(KVCache& cache, bool started) {
+  const auto k_of = [](int64_t b, int64_t h, int64_t t, int64_t d, at::ScalarType type = at::kFloat) {
+    return randn({b, h, t, d}, 2, type);
+  };
+  const int64_t b = kBatch, h = kHeads, d = kDim, dv = kValueDim;
+  const at::Tensor k = k_of(b, h, 3, d), v = k_of(b, h, 3, dv), q = k_of(b, 4, 3, d);
+  std::vector<Case> cases;
+  // k and v go wrong alike in append and forward.
+  const auto add = [&](const std::string& name, const at::Tensor& bad_k, const at::Tensor& bad_v,
+                       const std::optional<at::Tensor>& lengths, const std::vector<std::string>& words) {
+    KVCache* c = &cache;
+    cases.push_back({"append: " + name, [=] { c->append(bad_k, bad_v, lengths); }, words});
+    cases.push_back({"forward: " + name, [=] { c->forward(q, bad_k, bad_v, {}, lengths); }, words});
+  };
+  add("rank of k", k[0], v, {}, {"k", "3 dimensions", "4 dimensions"});
+  add("rank of v", k, v.unsqueeze(0), {}, {"v", "5 dimensions", "4 dimensions"});
+  add("rank 0", at::ones({}), v, {}, {"k", "0 dimensions"});
+  add("heads of k", k_of(b, 3, 3, d), v, {}, {"k", "head count 3", "2"});
+  add("heads of v", k, k_of(b, 1, 3, dv), {}, {"v", "head count 1", "2"});
+  add("size of k", k_of(b, h, 3, d + 1), v, {}, {"k", "17", "head_dim 16"});
+  add("size of v", k, k_of(b, h, 3, d), {}, {"v", "16", "value_head_dim 20"});
+  add("k and v swapped", v, k, {}, {"k", "20", "head_dim 16"});
+  add("tokens of v", k, k_of(b, h, 4, dv), {}, {"v", "4", "3", "tokens"});
+  add("batch of v", k, k_of(b + 1, h, 3, dv), {}, {"v", "batch size 3", "2"});
+  add("dtype of v", k, v.to(at::kHalf), {}, {"v", "Half", "k", "Float"});
+  for (auto type : {at::kDouble, at::kInt, at::kChar, at::kBool, at::kComplexFloat}) {
+    add("dtype of k", k.to(type), v.to(type), {}, {"k", toString(type)});
+  }
+  add("k on meta", on_meta(k), v, {}, {"k", "meta"});
+  add("v on meta", k, on_meta(v), {}, {"v", "meta"});
+  add("both on meta", on_meta(k), on_meta(v), {}, {"k", "meta"});
+  add("lengths on meta", k, v, on_meta(longs({1, 2})), {"lengths", "meta"});
+  add("lengths too many", k, v, longs({1, 2, 3}), {"lengths", "3", "2"});
+  add("rank of lengths", k, v, longs({1, 2}).unsqueeze(0), {"lengths", "2 dimensions"});
+  add("dtype of lengths", k, v, longs({1, 2}).to(at::kInt), {"lengths", "Long", "Int"});
+  add("lengths past the tokens", k, v, longs({1, 4}), {"lengths[1]", "4", "3"});
+  add("lengths negative", k, v, longs({-1, 2}), {"lengths[0]", "-1"});
+  if (started) {
+    add("batch of both", k_of(3, h, 3, d), k_of(3, h, 3, dv), {}, {"k", "batch size 3", "2"});
+    add("dtype of both", k.to(at::kHalf), v.to(at::kHalf), {}, {"k", "Half", "Float"});
+  }
+
+  // q and the options go wrong alike in forward and attend.
+  const auto add_attention = [&](const std::string& name, const at::Tensor& bad_q, const AttentionOptions& o,
+                                 const std::vector<std::string>& words) {
+    KVCache* c = &cache;
+    cases.push_back({"attend: " + name, [=] { c->attend(bad_q, o); }, words});
+    cases.push_back({"attend_with_lse: " + name, [=] { c->attend_with_lse(bad_q, o); }, words});
+    cases.push_back({"forward: " + name, [=] { c->forward(bad_q, k, v, o); }, words});
+  };
+  const auto option = [](auto change) {
+    AttentionOptions o;
+    change(o);
+    return o;
+  };
+  add_attention("rank of q", q[0], {}, {"q", "3 dimensions"});
+  add_attention("heads of q", k_of(b, 3, 3, d), {}, {"q", "head count 3", "2"});
+  add_attention("no heads", k_of(b, 0, 3, d), {}, {"q", "head count 0", "2"});
+  add_attention("size of q", k_of(b, 4, 3, d - 1), {}, {"q", "15", "head_dim 16"});
+  for (auto type : {at::kDouble, at::kInt, at::kBool}) {
+    add_attention("dtype of q", q.to(type), {}, {"q", toString(type)});
+  }
+  add_attention("q on meta", on_meta(q), {}, {"q", "meta"});
+  for (double bad : {std::nan(""), static_cast<double>(kInf)}) {
+    add_attention("scale", q, option([=](auto& o) { o.scale = bad; }), {"scale", "finite"});
+    add_attention("softcap", q, option([=](auto& o) { o.softcap = bad; }), {"softcap", "finite"});
+  }
+  add_attention("softcap", q, option([](auto& o) { o.softcap = -2.0; }), {"softcap", "-2"});
+  add_attention("window", q, option([](auto& o) { o.window = -3; }), {"window", "-3"});
+  add_attention("sinks", q, option([](auto& o) { o.sinks = at::ones({2}); }), {"sinks", "2", "4"});
+  add_attention("sinks rank", q, option([](auto& o) { o.sinks = at::ones({1, 4}); }), {"sinks", "2 dimensions"});
+  add_attention("sinks dtype", q, option([](auto& o) { o.sinks = longs({1, 2, 3, 4}); }), {"sinks", "Long"});
+  add_attention("sinks device", q, option([](auto& o) { o.sinks = on_meta(at::ones({4})); }), {"sinks", "meta"});
+  add_attention("slopes", q, option([](auto& o) { o.alibi_slopes = at::ones({5}); }), {"alibi_slopes", "5", "4"});
+  add_attention("slopes", q, option([](auto& o) { o.alibi_slopes = at::ones({3, 4}); }), {"alibi_slopes", "3", "2"});
+  add_attention("slopes", q, option([](auto& o) { o.alibi_slopes = at::ones({}); }), {"alibi_slopes", "0 dimensions"});
+  add_attention("slopes", q, option([](auto& o) { o.alibi_slopes = on_meta(at::ones({4})); }),
+                {"alibi_slopes", "meta"});
+  for (const at::Tensor& mask : {at::ones({3, 7}), at::ones({5, 1}), at::ones({2, 2, 1, 1}), at::ones({3, 1, 1, 1}),
+                                 at::ones({1, 1, 1, 1, 1}), at::ones({})}) {
+    std::ostringstream sizes;
+    sizes << mask.sizes();
+    add_attention("mask", q, option([=](auto& o) { o.attn_mask = mask; }), {"attn_mask", sizes.str(), "2, 4, 3, "});
+  }
+  add_attention("mask dtype", q, option([](auto& o) { o.attn_mask = longs({1}); }), {"attn_mask", "Long"});
+  add_attention("mask device", q, option([](auto& o) { o.attn_mask = on_meta(at::ones({1})); }), {"attn_mask", "meta"});
+  if (started) add_attention("batch of q", k_of(3, 4, 3, d), {}, {"q", "batch size 3", "2"});
+  KVCache* c = &cache;
+  cases.push_back({"forward: batch of q", [=] { c->forward(k_of(3, 4, 3, d), k, v); }, {"q", "batch size 3", "2"}});
+  cases.push_back({"forward: rows of q", [=] { c->forward(k_of(b, 4, 2, d), k, v); }, {"q", "2", "3"}});
+  cases.push_back({"truncate", [=] { c->truncate(-1); }, {"n ", "-1"}});
+  cases.push_back({"reserve", [=] { c->reserve(-1); }, {"tokens", "-1"}});
+  cases.push_back({"repeat_interleave", [=] { c->repeat_interleave(0); }, {"n ", "0"}});
+  cases.push_back({"select of nothing", [=] { c->select(longs({})); }, {"rows", "0"}});
+  cases.push_back({"select past the batch", [=] { c->select(longs({0, 2})); }, {"rows["}});
+  cases.push_back({"select below 0", [=] { c->select(longs({-1})); }, {"rows[0]", "-1"}});
+  cases.push_back({"select dtype", [=] { c->select(longs({0}).to(at::kInt)); }, {"rows", "Int", "Long"}});
+  cases.push_back({"select rank", [=] { c->select(longs({0}).unsqueeze(0)); }, {"rows", "2 dimensions"}});
+  cases.push_back({"select device", [=] { c->select(on_meta(longs({0}))); }, {"rows", "meta"}});
+  cases.push_back({"reorder of too few", [=] { c->reorder(longs({0})); }, {"rows", "1"}});
+  cases.push_back({"reorder rank", [=] { c->reorder(longs({0, 1}).unsqueeze(0)); }, {"rows", "[1, 2]"}});
+  if (started) {
+    cases.push_back({"reorder past the batch", [=] { c->reorder(longs({0, 2})); }, {"rows[1]", "2"}});
+    cases.push_back({"reorder dtype", [=] { c->reorder(longs({0, 1}).to(at::kFloat)); }, {"rows", "Float", "Long"}});
+  }
+  return cases;
+}
+
+TEST(Errors, BadCallsOfTheClassChangeNothing) {
+  KVCache cache(cache_options());
+  cache.append(randn({kBatch, kHeads, kTokens, kDim}, 3), randn({kBatch, kHeads, kTokens, kValueDim}, 4),
+               longs({kTokens, 37}));
+  const auto before = cache.state();
+  const int64_t bytes = cache.nbytes();
+  for (const Case& c : bad_calls(cache, true)) {
+    SCOPED_TRACE(c.name);
+    expect_error(c.call, c.words);
+    EXPECT_TRUE(same_state(cache.state(), before));
+    EXPECT_EQ(cache.nbytes(), bytes);
+  }
+}
+
+TEST(Errors, BadCallsDoNotStartAnEmptyCache) {
+  KVCache cache(cache_options());
+  const auto before = cache.state();
+  for (const Case& c : bad_calls(cache, false)) {
+    SCOPED_TRACE(c.name);
+    expect_error(c.call, c.words);
+    EXPECT_TRUE(same_state(cache.state(), before));
+    EXPECT_EQ(cache.batch_size(), 0);
+  }
+  cache.append(randn({3, kHeads, 2, kDim}, 5, at::kHalf), randn({3, kHeads, 2, kValueDim}, 6, at::kHalf));
+  EXPECT_EQ(cache.batch_size(), 3);
+}
+
+// ---------------------------------------------------------------------------------------------- the operators
+
+std::vector<int64_t> op_format() { return cache_format(kHeads, kDim, kValueDim, 2, 2, 16, 8, 4); }
+
+// A cache of the operators with kTokens and 37 tokens.
+CacheTensors filled() {
+  CacheTensors t = make_tensors(op_format(), kBatch, 2);
+  cache_append(t, randn({kBatch, kHeads, kTokens, kDim}, 7), randn({kBatch, kHeads, kTokens, kValueDim}, 8),
+               op_format(), longs({kTokens, 37}));
+  return t;
+}
+
+const std::vector<std::string> kParts = {"pool",   "block_table", "lengths",  "quantized_lengths",
+                                         "sink_k", "sink_v",      "window_k", "window_v"};
+
+// The operators that take a whole cache.
+std::vector<std::pair<std::string, std::function<void(const CacheTensors&, at::IntArrayRef)>>> cache_calls() {
+  return {{"cache_append",
+           [](const CacheTensors& t, at::IntArrayRef f) {
+             cache_append(t, randn({kBatch, kHeads, 1, kDim}, 9), randn({kBatch, kHeads, 1, kValueDim}, 10), f);
+           }},
+          {"cache_attention",
+           [](const CacheTensors& t, at::IntArrayRef f) {
+             cache_attention(randn({kBatch, 4, 1, kDim}, 11), t, f);
+           }},
+          {"cache_dequantize", [](const CacheTensors& t, at::IntArrayRef f) { cache_dequantize(t, f, kTokens); }},
+          {"cache_truncate", [](const CacheTensors& t, at::IntArrayRef f) { cache_truncate(t, f, 30); }}};
+}
+
+void expect_unchanged(const CacheTensors& now, const CacheTensors& before) {
+  for (size_t i = 0; i < kParts.size(); i++) {
+    if (list(now)[i].is_meta()) continue;
+    EXPECT_TRUE(same_bits(list(now)[i], list(before)[i])) << kParts[i];
+  }
+}
+
+TEST(Errors, TensorsOfACacheThatDoNotFit) {
+  const CacheTensors good = filled();
+  for (const auto& [op, call] : cache_calls()) {
+    call(copy(good), op_format());  // the good call is good
+    for (size_t i = 0; i < kParts.size(); i++) {
+      const at::Tensor t = list(good)[i];
+      std::vector<std::pair<std::string, at::Tensor>> wrong = {
+          {"rank", t.unsqueeze(0)},
+          {"dtype", t.to(t.scalar_type() == at::kDouble ? at::kInt : at::kDouble)},
+          {"device", on_meta(t)},
+          {"strides",
+           t.dim() > 1 ? t.transpose(0, 1).contiguous().transpose(0, 1) : t.repeat_interleave(2).slice(0, 0, 4, 2)}};
+      if (kParts[i] != "block_table") wrong.push_back({"last size", at::cat({t, t}, -1)});
+      if (kParts[i] != "pool" && kParts[i] != "lengths") wrong.push_back({"first size", at::cat({t, t}, 0)});
+      for (const auto& [what, tensor] : wrong) {
+        SCOPED_TRACE(op + " with " + kParts[i] + " of another " + what);
+        if (what == "strides" && tensor.is_contiguous()) continue;
+        std::vector<at::Tensor> parts = list(copy(good));
+        parts[i] = tensor;
+        const CacheTensors bad = from_list(parts), before = copy(bad);
+        // Of two parts that disagree either may be named.
+        const bool either = what == "last size" || what == "first size" || kParts[i] == "pool" ||
+                            (kParts[i] == "window_k" && what == "dtype");
+        expect_error([&, &c = call] { c(bad, op_format()); },
+                     either ? std::vector<std::string>{} : std::vector<std::string>{kParts[i]});
+        expect_unchanged(bad, before);
+      }
+    }
+  }
+}
+
+TEST(Errors, LengthsAndTablesThatLie) {
+  struct Lie {
+    std::string name;
+    std::function<void(CacheTensors&)> tell;
+    std::vector<std::string> words;
+    bool append_only = false;
+  };
+  const auto set = [](at::Tensor t, int64_t b, int64_t value) { t[b] = value; };
+  const std::vector<Lie> lies = {
+      {"negative length", [&](CacheTensors& t) { set(t.lengths, 1, -1); }, {"lengths[1]", "-1"}},
+      {"huge length",
+       [&](CacheTensors& t) { set(t.lengths, 0, int64_t{1} << 50); },
+       {"lengths[0]", "1125899906842624"}},
+      {"largest length",
+       [&](CacheTensors& t) { set(t.lengths, 0, std::numeric_limits<int64_t>::max()); },
+       {"lengths[0]"}},
+      {"more tokens than the window holds", [&](CacheTensors& t) { set(t.lengths, 0, 200); }, {"lengths[0]", "200"}},
+      {"negative quantised",
+       [&](CacheTensors& t) { set(t.quantized_lengths, 0, -16); },
+       {"quantized_lengths[0]", "-16"}},
+      {"quantised off the group",
+       [&](CacheTensors& t) { set(t.quantized_lengths, 0, 47); },
+       {"quantized_lengths[0]", "47", "16"}},
+      {"quantised past the length",
+       [&](CacheTensors& t) { set(t.quantized_lengths, 0, 64); },
+       {"quantized_lengths[0]", "64", "60"}},
+      {"page past the pool", [](CacheTensors& t) { t.block_table[1][0] = 4; }, {"block_table[1][0]", "4"}},
+      {"negative page", [](CacheTensors& t) { t.block_table[0][0] = -1; }, {"block_table[0][0]", "-1"}},
+      {"largest page", [](CacheTensors& t) { t.block_table[0][0] = 2147483647; }, {"block_table[0][0]", "2147483647"}},
+      {"no pages", [](CacheTensors& t) { t.pool = t.pool.narrow(0, 0, 0); }, {"block_table", "0"}},
+      {"table without columns",
+       [](CacheTensors& t) { t.block_table = t.block_table.narrow(1, 0, 0).clone(); },
+       {"block_table", "0"}},
+  };
+  for (const Lie& lie : lies) {
+    for (const auto& [op, call] : cache_calls()) {
+      CacheTensors t = copy(filled());
+      lie.tell(t);
+      const CacheTensors before = copy(t);
+      SCOPED_TRACE(op + ": " + lie.name);
+      expect_error([&, &c = call] { c(t, op_format()); }, lie.words);
+      expect_unchanged(t, before);
+    }
+  }
+  // A table that suffices for what is held, and not for what an append adds.
+  CacheTensors t = copy(filled());
+  t.block_table[0][1] = 99;
+  const CacheTensors before = copy(t);
+  const at::Tensor k = randn({kBatch, kHeads, 100, kDim}, 12), v = randn({kBatch, kHeads, 100, kValueDim}, 13);
+  expect_error([&] { cache_append(t, k, v, op_format()); }, {"block_table[0][1]", "99"});
+  expect_unchanged(t, before);
+  const at::Tensor k_long = randn({kBatch, kHeads, 300, kDim}, 12),
+                   v_long = randn({kBatch, kHeads, 300, kValueDim}, 13);
+  expect_error([&] { cache_append(t, k_long, v_long, op_format()); }, {"block_table", "2", "3"});
+  expect_unchanged(t, before);
+}
+
+TEST(Errors, ArgumentsOfTheCacheOperators) {
+  const CacheTensors t = filled();
+  const CacheTensors before = copy(t);
+  const auto format = op_format();
+  const at::Tensor k = randn({kBatch, kHeads, 3, kDim}, 14), v = randn({kBatch, kHeads, 3, kValueDim}, 15),
+                   q = randn({kBatch, 4, 3, kDim}, 16);
+  const auto formatted = [&](size_t index, int64_t value) {
+    auto f = format;
+    f[index] = value;
+    return f;
+  };
+  const at::Tensor big = at::full({kBatch, kHeads, 20, kDim}, 1e6).mul(at::arange(20, at::kFloat).view({1, 1, 20, 1}));
+  const at::Tensor big_v = randn({kBatch, kHeads, 20, kValueDim}, 17);
+  std::vector<Case> cases = {
+      {"k rank", [&] { cache_append(t, k[0], v, format); }, {"k", "3 dimensions"}},
+      {"k dtype", [&] { cache_append(t, k.to(at::kHalf), v.to(at::kHalf), format); }, {"k", "Half", "Float"}},
+      {"k on meta", [&] { cache_append(t, on_meta(k), v, format); }, {"k", "meta", "cpu"}},
+      {"v on meta", [&] { cache_append(t, k, on_meta(v), format); }, {"v", "meta", "cpu"}},
+      {"new_lengths on meta",
+       [&] {
+         cache_append(t, k, v, format, on_meta(longs({1, 1})));
+       },
+       {"new_lengths", "meta"}},
+      {"new_lengths value",
+       [&] {
+         cache_append(t, k, v, format, longs({1, 9}));
+       },
+       {"new_lengths[1]", "9", "3"}},
+      {"new_lengths negative",
+       [&] {
+         cache_append(t, k, v, format, longs({-2, 1}));
+       },
+       {"new_lengths[0]", "-2"}},
+      {"overflow dtype", [&] { cache_append(t, k, v, format, {}, at::zeros({1})); }, {"overflow", "Int", "Float"}},
+      {"overflow size", [&] { cache_append(t, k, v, format, {}, at::zeros({2}, at::kInt)); }, {"overflow", "2"}},
+      {"overflow empty", [&] { cache_append(t, k, v, format, {}, at::zeros({0}, at::kInt)); }, {"overflow", "0"}},
+      {"overflow on meta",
+       [&] { cache_append(t, k, v, format, {}, on_meta(at::zeros({1}, at::kInt))); },
+       {"overflow", "meta"}},
+      {"q on meta", [&] { cache_attention(on_meta(q), t, format); }, {"q", "meta", "cpu"}},
+      {"new_k alone", [&] { cache_attention(q, t, format, k); }, {"new_k", "new_v"}},
+      {"new_v alone", [&] { cache_attention(q, t, format, {}, v); }, {"new_k", "new_v"}},
+      {"new_lengths alone",
+       [&] {
+         cache_attention(q, t, format, {}, {}, longs({1, 1}));
+       },
+       {"new_lengths", "new_k"}},
+      {"new_k size", [&] { cache_attention(q, t, format, k.narrow(3, 0, 8), v); }, {"new_k", "8", "16"}},
+      {"new_v on meta", [&] { cache_attention(q, t, format, k, on_meta(v)); }, {"new_v", "meta"}},
+      {"new_lengths value",
+       [&] {
+         cache_attention(q, t, format, k, v, longs({4, 1}));
+       },
+       {"new_lengths[0]", "4", "3"}},
+      {"rows of q",
+       [&] {
+         cache_attention(q.narrow(2, 0, 2), t, format, k, v, longs({1, 1}));
+       },
+       {"q", "2", "3"}},
+      {"negative length", [&] { cache_dequantize(t, format, -1); }, {"length", "-1"}},
+      {"negative truncate", [&] { cache_truncate(t, format, -5); }, {"length", "-5"}},
+      {"source past the pool", [&] { cache_copy_pages(t.pool, longs({4}), longs({0})); }, {"source[0]", "4"}},
+      {"target past the pool", [&] { cache_copy_pages(t.pool, longs({0}), longs({-1})); }, {"target[0]", "-1"}},
+      {"target twice",
+       [&] {
+         cache_copy_pages(t.pool, longs({0, 1}), longs({2, 2}));
+       },
+       {"target[1]", "2"}},
+      {"source is target",
+       [&] {
+         cache_copy_pages(t.pool, longs({0, 1}), longs({1, 2}));
+       },
+       {"source[1]", "1"}},
+      {"pages",
+       [&] {
+         cache_copy_pages(t.pool, longs({0, 1}), longs({2}));
+       },
+       {"target", "1", "2"}},
+      {"dtype of pages", [&] { cache_copy_pages(t.pool, longs({0}).to(at::kInt), longs({1})); }, {"source", "Int"}},
+      {"pages on meta", [&] { cache_copy_pages(t.pool, longs({0}), on_meta(longs({1}))); }, {"target", "meta"}},
+      {"pool of floats",
+       [&] {
+         cache_copy_pages(at::zeros({2, 2}), longs({0}), longs({1}));
+       },
+       {"pool", "Byte", "Float"}},
+      {"widen twice", [&] { cache_widen(t.pool, formatted(9, 48)); }, {"format", "48"}},
+      {"widen of another format", [&] { cache_widen(t.pool, formatted(4, 8)); }, {"pool", "page size"}},
+      {"short format",
+       [&] {
+         cache_page_bytes({1, 2, 3});
+       },
+       {"format", "11", "3"}},
+      {"format version", [&] { cache_dequantize(t, formatted(0, 9), 1); }, {"version", "9", "1"}},
+      {"format scale type", [&] { cache_dequantize(t, formatted(9, 8), 1); }, {"scale_type", "8"}},
+      {"format range_search", [&] { cache_dequantize(t, formatted(10, 2), 1); }, {"range_search", "2"}},
+      {"format heads", [&] { cache_dequantize(t, formatted(1, -1), 1); }, {"num_kv_heads", "-1"}},
+      {"format of the same page size", [&] { cache_dequantize(t, formatted(7, 24), 1); }, {"window_k", "32", "48"}},
+      {"cache_format", [&] { cache_format(2, 16, 16, 6); }, {"k_bits", "6"}},
+      {"cache_format", [&] { cache_format(2, 16, 16, 2, 2, 32, 0, 0, "int8"); }, {"scale_dtype", "int8"}},
+      {"cache_window_capacity", [&] { cache_window_capacity(formatted(6, 8)); }, {"group_size", "8"}},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.name);
+    expect_error(c.call, c.words);
+    expect_unchanged(t, before);
+  }
+  // A group beyond float16 is found while it is encoded, into records and slots that hold no token yet: nothing that is
+  // held changes. With `overflow` it is no error: the flag is set.
+  const at::Tensor overflow = at::zeros({1}, at::kInt);
+  const auto [kb, vb] = cache_dequantize(before, format, kTokens);
+  for (bool flagged : {false, true}) {
+    if (flagged) {
+      cache_append(t, big, big_v, format, {}, overflow);
+      EXPECT_EQ(overflow.item<int>(), 1);
+    } else {
+      expect_error([&] { cache_append(t, big, big_v, format); }, {"k or v", "65504", "float32"});
+    }
+    EXPECT_TRUE(same_bits(t.lengths, before.lengths));
+    EXPECT_TRUE(same_bits(t.quantized_lengths, before.quantized_lengths));
+    const auto [kd, vd] = cache_dequantize(t, format, kTokens);
+    EXPECT_TRUE(same_bits(kd, kb));
+    EXPECT_TRUE(same_bits(vd, vb));
+  }
+}
+
+// The operators by hand do what the class does.
+TEST(Operators, EqualTheClass) {
+  const auto format = op_format();
+  KVCache cache(cache_options());
+  CacheTensors t = make_tensors(format, kBatch, 3);
+  std::mt19937 rng(4);
+  for (int step = 0; step < 40; step++) {
+    const int64_t width = 1 + static_cast<int64_t>(rng() % 12);
+    const at::Tensor k = randn({kBatch, kHeads, width, kDim}, rng()),
+                     v = randn({kBatch, kHeads, width, kValueDim}, rng());
+    const at::Tensor q = randn({kBatch, 4, width, kDim}, rng());
+    const at::Tensor counts = longs({width, static_cast<int64_t>(rng() % static_cast<uint64_t>(width + 1))});
+    const auto [out, lse] = cache_attention(q, t, format, k, v, counts);
+    EXPECT_TRUE(same_bits(out, cache.forward(q, k, v, {}, counts)));
+    cache_append(t, k, v, format, counts);
+    if (step % 7 == 6) {
+      const int64_t n = cache.length() - static_cast<int64_t>(rng() % 20);
+      cache.truncate(std::max<int64_t>(n, 0));
+      cache_truncate(t, format, std::max<int64_t>(n, 0));
+    }
+    const auto [kd, vd] = cache_dequantize(t, format, cache.length());
+    ASSERT_TRUE(same_bits(kd, std::get<0>(cache.dequantize()))) << step;
+    ASSERT_TRUE(same_bits(vd, std::get<1>(cache.dequantize()))) << step;
+    ASSERT_TRUE(same_bits(t.lengths, cache.lengths()));
+  }
+  // cache_dequantize takes any length: fewer tokens, or zeros behind.
+  const auto [shorter, v1] = cache_dequantize(t, format, 10);
+  EXPECT_TRUE(same_bits(shorter, std::get<0>(cache.dequantize()).narrow(2, 0, 10)));
+  const auto [longer, v2] = cache_dequantize(t, format, cache.length() + 5);
+  EXPECT_EQ(longer.narrow(2, cache.length(), 5).abs().max().item<double>(), 0.0);
+}
+
+TEST(Operators, WidenKeepsEveryValue) {
+  for (int64_t bits : kAllBits) {
+    const auto narrow = cache_format(kHeads, kDim, kValueDim, bits, 2, 16, 8, 4);
+    auto wide = narrow;
+    wide[9] = 48;
+    CacheTensors t = make_tensors(narrow, kBatch, 2);
+    cache_append(t, randn({kBatch, kHeads, 200, kDim}, 18), randn({kBatch, kHeads, 200, kValueDim}, 19), narrow);
+    const auto [k, v] = cache_dequantize(t, narrow, 200);
+    const at::Tensor pool = cache_widen(t.pool, narrow);
+    EXPECT_FALSE(pool.is_alias_of(t.pool));
+    EXPECT_EQ(pool.size(1), cache_page_bytes(wide));
+    t.pool = pool;
+    const auto [kw, vw] = cache_dequantize(t, wide, 200);
+    EXPECT_TRUE(same_bits(kw, k)) << bits;
+    EXPECT_TRUE(same_bits(vw, v)) << bits;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- the registry
+
+std::vector<c10::OperatorHandle> kivi_operators() {
+  std::vector<c10::OperatorHandle> all;
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.name.rfind("kivi::", 0) == 0) all.push_back(c10::Dispatcher::singleton().findSchema(name).value());
+  }
+  return all;
+}
+
+bool takes_tensors(const c10::FunctionSchema& schema) {
+  for (const c10::Argument& a : schema.arguments()) {
+    if (a.type()->isSubtypeOf(*c10::TensorType::get()) || a.type()->isSubtypeOf(*c10::OptionalType::ofTensor())) {
+      return true;
+    }
+  }
+  return false;
+}
+
+TEST(Registry, EveryOperatorHasItsKernels) {
+  int count = 0;
+  for (const c10::OperatorHandle& op : kivi_operators()) {
+    SCOPED_TRACE(op.operator_name().name);
+    EXPECT_TRUE(op.hasSchema());
+    if (!takes_tensors(op.schema())) {
+      EXPECT_TRUE(op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd));
+      continue;
+    }
+    count++;
+    EXPECT_TRUE(op.hasKernelForDispatchKey(c10::DispatchKey::CPU));
+    EXPECT_TRUE(op.hasKernelForDispatchKey(c10::DispatchKey::Meta));
+    EXPECT_TRUE(op.hasKernelForDispatchKey(c10::DispatchKey::Autograd));
+    EXPECT_FALSE(op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd));
+    // A tensor that is written is not returned.
+    for (const c10::Argument& r : op.schema().returns()) EXPECT_EQ(r.alias_info(), nullptr);
+    for (const c10::Argument& a : op.schema().arguments()) EXPECT_FALSE(a.name().empty());
+  }
+  EXPECT_GE(count, 9);
+}
+
+// Arguments of a call by name.
+using Arguments = std::map<std::string, c10::IValue>;
+
+// For each operator that takes tensors: calls that together write every argument that it may write. A new operator
+// needs an entry.
+std::map<std::string, std::vector<Arguments>> sample_calls() {
+  const auto format = op_format();
+  const auto cache_arguments = [&](const CacheTensors& t) {
+    Arguments a;
+    for (size_t i = 0; i < kParts.size(); i++) a[kParts[i]] = list(t)[i];
+    a["format"] = format;
+    return a;
+  };
+  const auto with = [](Arguments a, const Arguments& more) {
+    for (const auto& [name, value] : more) a[name] = value;
+    return a;
+  };
+  const at::Tensor x = randn({4, 40}, 20);
+  const auto [codes, scale, zero] = quantize(x, 1, 3, 16);
+  const at::Tensor k = randn({kBatch, kHeads, 100, kDim}, 21), v = randn({kBatch, kHeads, 100, kValueDim}, 22);
+  const at::Tensor overflow = at::zeros({1}, at::kInt), q = randn({kBatch, 4, 5, kDim}, 23);
+  const Arguments cache = cache_arguments(filled());
+  CacheTensors empty = make_tensors(format, kBatch, 2);
+  return {
+      {"kivi::quantize", {{{"x", x}, {"axis", 1}}}},
+      {"kivi::fake_quantize", {{{"x", x}, {"axis", 0}}}},
+      {"kivi::dequantize",
+       {{{"codes", codes},
+         {"scale", scale},
+         {"zero", zero},
+         {"axis", 1},
+         {"bits", 3},
+         {"group_size", 16},
+         {"size", 40}}}},
+      {"kivi::cache_append",
+       {with(cache_arguments(empty), {{"k", k}, {"v", v}, {"new_lengths", longs({100, 70})}}),
+        with(cache_arguments(filled()), {{"k", k * 1e7}, {"v", v}, {"overflow", overflow}})}},
+      {"kivi::cache_attention",
+       {with(cache, {{"q", q}}), with(cache, {{"q", q},
+                                              {"new_k", k.narrow(2, 0, 5).contiguous()},
+                                              {"new_v", v.narrow(2, 0, 5).contiguous()},
+                                              {"new_lengths", longs({5, 2})},
+                                              {"attn_mask", randn({kBatch, 4, 5, kTokens + 5}, 24)},
+                                              {"sinks", at::zeros({4})},
+                                              {"alibi_slopes", at::ones({4})}})}},
+      {"kivi::cache_dequantize", {with(cache, {{"length", kTokens}})}},
+      {"kivi::cache_truncate", {with(cache_arguments(filled()), {{"length", 30}})}},
+      {"kivi::cache_copy_pages", {{{"pool", filled().pool}, {"source", longs({0})}, {"target", longs({2})}}}},
+      {"kivi::cache_widen", {{{"pool", filled().pool}, {"format", format}}}},
+  };
+}
+
+TEST(Registry, ACallChangesExactlyWhatItsSchemaSays) {
+  const auto samples = sample_calls();
+  for (const c10::OperatorHandle& op : kivi_operators()) {
+    const c10::FunctionSchema& schema = op.schema();
+    if (!takes_tensors(schema)) continue;
+    const std::string name = op.operator_name().name;
+    SCOPED_TRACE(name);
+    ASSERT_EQ(samples.count(name), 1u) << "sample_calls has no call of this operator";
+    std::map<std::string, bool> written;
+    for (const Arguments& given : samples.at(name)) {
+      std::vector<c10::IValue> stack;
+      std::vector<std::pair<std::string, std::pair<at::Tensor, at::Tensor>>> tensors;
+      for (const c10::Argument& a : schema.arguments()) {
+        const auto found = given.find(a.name());
+        if (found == given.end()) {
+          ASSERT_TRUE(a.default_value()) << a.name();
+          stack.push_back(*a.default_value());
+          continue;
+        }
+        stack.push_back(found->second);
+        if (found->second.isTensor()) {
+          const at::Tensor t = found->second.toTensor();
+          tensors.push_back({a.name(), {t, t.clone()}});
+        }
+      }
+      op.callBoxed(stack);
+      for (const auto& [argument, pair] : tensors) {
+        if (!same_bits(pair.first, pair.second)) written[argument] = true;
+        for (const c10::IValue& result : stack) {
+          EXPECT_FALSE(result.toTensor().is_alias_of(pair.first)) << "a result shares storage with " << argument;
+        }
+      }
+    }
+    for (const c10::Argument& a : schema.arguments()) {
+      const bool says = a.alias_info() != nullptr && a.alias_info()->isWrite();
+      EXPECT_EQ(written.count(a.name()) == 1, says) << a.name();
+    }
+  }
+}
+
+// C20 a: whichever tensor requires a gradient, backward raises and names the operator, and the values stay the same.
+TEST(Registry, BackwardOfEveryOperatorRaisesAndNamesIt) {
+  const auto samples = sample_calls();
+  for (const c10::OperatorHandle& op : kivi_operators()) {
+    const c10::FunctionSchema& schema = op.schema();
+    if (!takes_tensors(schema)) continue;
+    const std::string name = op.operator_name().name;
+    SCOPED_TRACE(name);
+    for (const c10::Argument& argument : schema.arguments()) {
+      for (const Arguments& given : samples.at(name)) {
+        const auto found = given.find(argument.name());
+        if (found == given.end() || !found->second.isTensor() || !found->second.toTensor().is_floating_point())
+          continue;
+        if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) continue;  // buffers are no leaves
+        SCOPED_TRACE(argument.name());
+        std::vector<c10::IValue> stack;
+        for (const c10::Argument& a : schema.arguments()) {
+          const auto value = given.find(a.name());
+          stack.push_back(value == given.end() ? *a.default_value() : value->second);
+          if (a.name() == argument.name()) stack.back() = value->second.toTensor().clone().requires_grad_();
+        }
+        op.callBoxed(stack);
+        for (const c10::IValue& result : stack) {
+          const at::Tensor t = result.toTensor();
+          if (!t.is_floating_point()) continue;
+          ASSERT_TRUE(t.requires_grad());
+          expect_error([&] { t.sum().backward(); }, {name});
+        }
+        for (const auto& [other, value] : given) {
+          if (value.isTensor()) EXPECT_FALSE(value.toTensor().requires_grad()) << other;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kivi::test
