@@ -50,7 +50,8 @@ class Planner {
       item.kv_head = kv_head;
       item.first_row = first_row;
       item.num_rows = std::min(kMaxItemRows, rows - first_row);
-      add_rows(item, ranges, rows <= kMaxItemRows);
+      // Padding of the queries, which depends on the other rows of the batch, decides nothing.
+      add_rows(item, ranges, group_heads(p_) * ranges.rows <= kMaxItemRows);
     }
   }
 
@@ -68,7 +69,8 @@ class Planner {
       put(item);
       return;
     }
-    const Pages pages = seen_pages(p_, ranges, first_query);
+    // The splits of one row of the batch are the same for all its items.
+    const Pages pages = seen_pages(p_, ranges, may_split ? 0 : first_query);
     item.first_page = pages.first;
     item.num_pages = pages.count;
     item.exact_keys = true;

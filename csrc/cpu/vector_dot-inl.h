@@ -240,21 +240,34 @@ struct Fp32Weights {
 inline constexpr Fp32Weights kFp32Weights[4] = {Fp32Weights(1), Fp32Weights(2), Fp32Weights(4), Fp32Weights(8)};
 inline const float* fp32_weights(int64_t bits) { return kFp32Weights[bits == 8 ? 3 : bits / 2].of; }
 
+// fp32 sums are taken over code - middle, an integer near the middle of the codes; the caller adds middle * scale to
+// zero. The sums then stay as small as their result, and so does their rounding, where zero and the codes' part cancel
+// (outlier channels).
+constexpr int code_middle(int64_t bits) { return bits == 1 ? 0 : 1 << (bits - 1); }
+// Of a whole code, planes included.
+constexpr int whole_code_middle(int64_t bits) { return code_middle(plane_bits(bits, 0)); }
+
 template <int kBits, int kRows>
 HWY_NOINLINE void dot_fp32(const DotShape& shape, const uint8_t* codes, const void* value_pointer, Fetch& fetch,
                            float* out) {
   using U = Unit<kBits>;
   // Sums in flight: a multiply-add takes 4 cycles, and two may start in each (one with AVX-512).
   constexpr int kSums = kRows * kLineVectors;
-  constexpr int kChains = kSums >= 8 ? 1 : kSums >= 4 ? 2 : 4;
+  constexpr int kChains = kSums >= 8 ? 1 : kSums >= 2 ? 2 : 4;
   const auto* values = static_cast<const float*>(value_pointer);
   const uint8_t* next = fetch.next;
   const DF df;
   const DU du;
-  const DI di;
-  // One chain is not precise enough over many values: its sums are added up in `out` after every unit (for free).
-  constexpr bool kUnitSums = kChains == 1;
+  // One sum over many values is not precise enough: the sums of the units are added up, in registers where there are
+  // enough of them, else in `out`.
+  constexpr bool kTotalInRegisters = HWY_TARGET == HWY_AVX3;
   bool first = true;
+  VF total[kRows][kLineVectors];
+  KIVI_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    KIVI_UNROLL
+    for (int v = 0; v < kLineVectors; v++) total[r][v] = hn::Zero(df);
+  }
   VF sum[kChains][kRows][kLineVectors];
   KIVI_UNROLL
   for (int n = 0; n < kChains; n++) {
@@ -284,8 +297,10 @@ HWY_NOINLINE void dot_fp32(const DotShape& shape, const uint8_t* codes, const vo
             VF c[kLineVectors];
             KIVI_UNROLL
             for (int v = 0; v < kLineVectors; v++) {
+              // 2^23 + code in place, as a float; then less 2^23 and the middle in place. Both are exact.
               const auto mask = hn::Set(du, ((1u << kBits) - 1u) << (kBits * j));
-              c[v] = hn::ConvertTo(df, hn::BitCast(di, hn::And(x[v], mask)));
+              const auto offset = splat(static_cast<float>((1 << 23) + (code_middle(kBits) << (kBits * j))));
+              c[v] = hn::Sub(hn::BitCast(df, hn::OrAnd(hn::Set(du, 0x4B000000u), x[v], mask)), offset);
             }
             const int e = word * U::kPerWord + 2 * j + half;
             KIVI_UNROLL
@@ -303,30 +318,32 @@ HWY_NOINLINE void dot_fp32(const DotShape& shape, const uint8_t* codes, const vo
           for (int v = 0; v < kLineVectors; v++) x[v] = hn::ShiftRight<16>(x[v]);
         }
       }
-      if constexpr (kUnitSums) {
+      KIVI_UNROLL
+      for (int r = 0; r < kRows; r++) {
         KIVI_UNROLL
-        for (int r = 0; r < kRows; r++) {
+        for (int v = 0; v < kLineVectors; v++) {
+          float* at = out + r * kLine + v * kLanes;
+          VF unit_sum = sum[0][r][v];
           KIVI_UNROLL
-          for (int v = 0; v < kLineVectors; v++) {
-            float* at = out + r * kLine + v * kLanes;
-            store_float(first ? sum[0][r][v] : hn::Add(sum[0][r][v], load_float(at)), at);
-            sum[0][r][v] = hn::Zero(df);
+          for (int n = 1; n < kChains; n++) unit_sum = hn::Add(unit_sum, sum[n][r][v]);
+          if constexpr (kTotalInRegisters) {
+            total[r][v] = hn::Add(total[r][v], unit_sum);
+          } else {
+            store_float(first ? unit_sum : hn::Add(unit_sum, load_float(at)), at);
           }
+          KIVI_UNROLL
+          for (int n = 0; n < kChains; n++) sum[n][r][v] = hn::Zero(df);
         }
-        first = false;
       }
+      first = false;
     }
   }
   fetch.next = next;
-  if constexpr (kUnitSums) return;
-  KIVI_UNROLL
-  for (int r = 0; r < kRows; r++) {
+  if constexpr (kTotalInRegisters) {
     KIVI_UNROLL
-    for (int v = 0; v < kLineVectors; v++) {
-      VF total = sum[0][r][v];
+    for (int r = 0; r < kRows; r++) {
       KIVI_UNROLL
-      for (int n = 1; n < kChains; n++) total = hn::Add(total, sum[n][r][v]);
-      store_float(total, out + r * kLine + v * kLanes);
+      for (int v = 0; v < kLineVectors; v++) store_float(total[r][v], out + r * kLine + v * kLanes);
     }
   }
 }

@@ -33,7 +33,9 @@ struct ExactKeys {
   int64_t k_channels, v_channels;  // D, Dv
 
   void run(const ExactRun& all) {
-    const int64_t begin = std::max(all.first_key, rows->any_begin);
+    // Chunks are counted from the start of the run, so that a row's sums do not depend on what the other rows see.
+    const int64_t unseen = std::max<int64_t>(rows->any_begin - all.first_key, 0);
+    const int64_t begin = all.first_key + unseen / kChunk * kChunk;
     const int64_t end = std::min(all.first_key + all.count, rows->any_end);
     for (int64_t first = begin; first < end; first += kChunk) {
       const int64_t count = std::min(kChunk, end - first);

@@ -44,9 +44,10 @@ struct Pages {
   int k_planes = 1, v_planes = 1;
   DotFunction k_dot[2] = {nullptr, nullptr}, v_dot[2] = {nullptr, nullptr};
   DotShape k_shape[2], v_shape[2];
-  float amplitude = 0;       // of q'
-  int64_t v_subs = 1;        // blocks of 16 values of one record in v_values
-  int64_t value_stride = 0;  // floats from the values of one plane to those of the other (exact, 3 bits)
+  float amplitude = 0;               // of q'
+  float k_middle = 0, v_middle = 0;  // what dot_fp32 takes off a code
+  int64_t v_subs = 1;                // blocks of 16 values of one record in v_values
+  int64_t value_stride = 0;          // floats from the values of one plane to those of the other (exact, 3 bits)
   const float* k_weight[2] = {nullptr, nullptr};  // fp32_weights, by plane
   const float* v_weight[2] = {nullptr, nullptr};
   // In the thread's scratch buffer.
@@ -67,6 +68,8 @@ struct Pages {
     half_scales = f.scale_type == ScaleType::kFloat16;
     exact = p.exact;
     amplitude = static_cast<float>(int16_amplitude(f.head_dim));
+    k_middle = static_cast<float>(whole_code_middle(f.k_bits));
+    v_middle = static_cast<float>(whole_code_middle(f.v_bits));
     k_planes = num_planes(f.k_bits);
     v_planes = num_planes(f.v_bits);
     const bool wide_unit = v_planes == 2 || f.v_bits == 1;
@@ -230,6 +233,7 @@ struct Pages {
       for (int v = 0; v < kLineVectors; v++) {
         s[v] = load_scale<kHalf>(scales, d + v * kLanes);
         z[v] = load_scale<kHalf>(zeros, d + v * kLanes);
+        if constexpr (kExact) z[v] = hn::MulAdd(s[v], splat(k_middle), z[v]);
       }
       VF y[kRows][kLineVectors];
       KIVI_UNROLL
@@ -355,6 +359,7 @@ struct Pages {
         for (int v = 0; v < kLineVectors; v++) {
           s[v] = load_scale<kHalf>(scales, first + t + v * kLanes);
           z[v] = load_scale<kHalf>(zeros, first + t + v * kLanes);
+          if constexpr (kExact) z[v] = hn::MulAdd(s[v], splat(v_middle), z[v]);
           if constexpr (!kExact) s[v] = hn::Mul(s[v], splat(to_weight));
         }
         VF p[kRows][kLineVectors];

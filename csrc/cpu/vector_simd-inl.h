@@ -135,26 +135,34 @@ HWY_INLINE void store_products(const VF (&x)[kLineVectors], const VF (&y)[kLineV
 template <int kCount>
 HWY_INLINE void sum_lanes(const VF (&v)[kCount], float* out) {
 #if HWY_ARCH_X86
-  if constexpr (kCount % 4 == 0) {
+  // Four at a time, the last ones with zeros: a vector's lanes are added in one order, whoever its neighbours are.
+  KIVI_UNROLL
+  for (int i = 0; i < kCount; i += 4) {
+    __m256 half[4];
     KIVI_UNROLL
-    for (int i = 0; i < kCount; i += 4) {
-      __m256 half[4];
-      KIVI_UNROLL
-      for (int j = 0; j < 4; j++) {
-#if HWY_TARGET == HWY_AVX3
-        half[j] = _mm256_add_ps(_mm512_castps512_ps256(v[i + j].raw), _mm512_extractf32x8_ps(v[i + j].raw, 1));
-#else
-        half[j] = v[i + j].raw;
-#endif
+    for (int j = 0; j < 4; j++) {
+      if (i + j >= kCount) {
+        half[j] = _mm256_setzero_ps();
+        continue;
       }
-      const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
-      _mm_storeu_ps(out + i, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
-    }
-    return;
-  }
+#if HWY_TARGET == HWY_AVX3
+      half[j] = _mm256_add_ps(_mm512_castps512_ps256(v[i + j].raw), _mm512_extractf32x8_ps(v[i + j].raw, 1));
+#else
+      half[j] = v[i + j].raw;
 #endif
+    }
+    const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+    alignas(16) float four[4];
+    _mm_store_ps(four, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+    KIVI_UNROLL
+    for (int j = 0; j < 4; j++) {
+      if (i + j < kCount) out[i + j] = four[j];
+    }
+  }
+#else
   KIVI_UNROLL
   for (int i = 0; i < kCount; i++) out[i] = hn::GetLane(hn::SumOfLanes(DF(), v[i]));
+#endif
 }
 
 // out[i] = the largest lane of v[i]; no lane is NaN.

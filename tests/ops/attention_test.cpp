@@ -557,6 +557,29 @@ TEST(Attention, RaggedRowsEqualRowsOfTheirOwn) {
   }
 }
 
+// How far a batch is padded depends on its other rows, and must not show in a row's bits.
+TEST(Attention, PaddingDecidesNothing) {
+  const at::Tensor k = randn({1, 2, 1500, 64}, 71), v = randn({1, 2, 1500, 64}, 72);
+  const at::Tensor q = randn({1, 8, 64, 64}, 73), nk = randn({1, 2, 64, 64}, 74), nv = randn({1, 2, 64, 64}, 75);
+  for (const int64_t window : {0, 700}) {
+    for (const int64_t count : {1, 5, 8}) {
+      AttentionOptions o;
+      o.window = window;
+      at::Tensor first;
+      for (const int64_t padded : {8, 9, 33, 64}) {
+        KVCache cache(2, 64);
+        cache.append(k, v);
+        const at::Tensor out =
+            cache.forward(q.narrow(2, 0, padded), nk.narrow(2, 0, padded), nv.narrow(2, 0, padded), o, longs({count}));
+        if (!first.defined()) first = out.narrow(2, 0, count);
+        EXPECT_TRUE(same_bits(out.narrow(2, 0, count), first))
+            << padded << " of which " << count << ", window " << window;
+        EXPECT_EQ(out.narrow(2, count, padded - count).abs().sum().item<float>(), 0);
+      }
+    }
+  }
+}
+
 TEST(Attention, MasksOfRaggedRowsCountKeysFromTheFirst) {
   KVCache cache(options_of(2, 16, 16, 4, 0));
   cache.append(randn({3, 2, 70, 16}, 241), randn({3, 2, 70, 16}, 242), longs({70, 9, 33}));

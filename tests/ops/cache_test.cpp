@@ -490,6 +490,17 @@ TEST(Cache, PagesAreReusedAfterTruncate) {
   }
 }
 
+TEST(Cache, TruncatedPagesServeOtherRows) {
+  const at::Tensor k = randn({2, 1, 2048, 16}, 48);
+  KVCache cache(options_of(1, 16, 16, 0, 0));
+  cache.append(k.narrow(2, 0, 1024), k.narrow(2, 0, 1024));
+  const int64_t bytes = cache.nbytes();
+  cache.truncate(0);
+  cache.append(k, k, longs({2048, 0}));
+  // Row 0 needs the pages of both; only the block table may grow.
+  EXPECT_LE(cache.nbytes(), bytes + 256);
+}
+
 TEST(Cache, RowsShareTheirPagesUntilTheyDiffer) {
   for (int64_t prompt : {40, 133, 300}) {  // the last page partly filled, just begun, and several pages
     const CacheOptions o = options_of(2, 16, 16, 5, 4);

@@ -414,6 +414,11 @@ TEST(Errors, ArgumentsOfTheCacheOperators) {
          cache_append(t, k, v, format, longs({1, 9}));
        },
        {"new_lengths[1]", "9", "3"}},
+      {"new_lengths one too many",
+       [&] {
+         cache_append(t, k, v, format, longs({1, 4}));
+       },
+       {"new_lengths[1]", "4", "3"}},
       {"new_lengths negative",
        [&] {
          cache_append(t, k, v, format, longs({-2, 1}));

@@ -58,17 +58,21 @@ TEST_P(Attention, HeadSizesAndGroups) {
   }
 }
 
-// K with outlier channels of 5 and 30 times, scores up to about +-40. There one rounding of a score is worth 2e-6, and
-// the vector kernels, which add q . zero for itself, round sums that are larger than the score.
+// K with outlier channels of 5 and 30 times, off centre, and scores up to +-40 and beyond: there one rounding of a
+// score is worth 2e-6 of its weight, and the outputs go up to 4.5, so the limit does too (worst measured: 1.8e-5, over
+// 40 seeds).
 TEST_P(Attention, OutliersAndWideScores) {
   for (const float spread : {1.0f, 4.0f, 13.0f}) {
-    Format f = make_format(2, 128, 128, 2, 2, 32);
-    AttentionSpec s = attention_spec(f);
-    s.num_heads = 8;
-    s.cached = {1000};
-    s.outlier_step = 16;
-    s.score_spread = spread;
-    expect_close(s, spread < 10 || kernels().isa == Isa::kScalar ? 1e-5 : 5e-5);
+    for (uint32_t seed = 1; seed <= 4; seed++) {
+      Format f = make_format(2, 128, 128, 2, 2, 32);
+      AttentionSpec s = attention_spec(f);
+      s.seed = seed;
+      s.num_heads = 8;
+      s.cached = {1000};
+      s.outlier_step = 16;
+      s.score_spread = spread;
+      expect_close(s, spread < 10 ? 1e-5 : 2e-5);
+    }
   }
 }
 
