@@ -20,6 +20,8 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kMinRunPages = 4;
 constexpr int64_t kMinRunPagesOneHead = 2;
 constexpr int64_t kMaxRuns = 64;  // bounds the scratch memory, and feeds 64 threads with one sequence of one kv head
+// So many items of one sequence feed 64 threads evenly; more would only cost their starts and merges.
+constexpr int64_t kItemsPerSequence = 128;
 constexpr int64_t kMaxSharedExact = 256;  // more exact keys than this get an item of their own
 
 // The quantised pages that some query from `first_query` on may see; pages that lie wholly before its window are left
@@ -75,7 +77,8 @@ class Planner {
     item.num_pages = pages.count;
     item.exact_keys = true;
     const int64_t shortest = p_.format->num_kv_heads > 1 ? kMinRunPages : kMinRunPagesOneHead;
-    const int64_t run = std::max(shortest, ceil_div(pages.count, kMaxRuns));
+    const int64_t even = ceil_div(pages.count * p_.format->num_kv_heads, kItemsPerSequence);
+    const int64_t run = std::max({shortest, even, ceil_div(pages.count, kMaxRuns)});
     const int64_t runs = ceil_div(pages.count, run);
     const int64_t exact = ranges.sink + (ranges.cached - ranges.window_begin) + ranges.fresh;
     const int64_t splits = std::max<int64_t>(runs, 1) + (runs > 0 && exact > kMaxSharedExact);

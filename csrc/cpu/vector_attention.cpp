@@ -54,19 +54,21 @@ inline PagePart page_part(const AttentionParams& p, const AttentionItem& item, i
 inline Fetch fetch_after(const Job& job, int64_t index, int64_t page, bool last_rows) {
   const AttentionParams& p = job.params;
   const AttentionItem* item = job.items + index;
+  const uint8_t* const here = page_part(p, *item, page).records;
+  const Fetch nothing{here, here};
   if (page + 1 < item->first_page + item->num_pages) {
     page++;
   } else {
     if (last_rows) {
       do {
-        if (++index == job.end) return {};
+        if (++index == job.end) return nothing;
         item = job.items + index;
       } while (item->num_pages == 0);
     }
     page = item->first_page;
   }
   const PagePart part = page_part(p, *item, page);
-  return {part.records, part.records + part.tokens / p.format->group_size * p.layout->bytes};
+  return {part.records, part.records + part.tokens / p.format->group_size * p.layout->bytes - kLineBytes};
 }
 
 // Nothing came before the first page of a call that could have spread its prefetches.
@@ -105,9 +107,9 @@ void lay_out(const AttentionParams& p, Rows<kRows>& rows, Pages<kRows>& pages, S
   rows.zero_acc = scratch.take(kRows * rows.v_groups * kLanes);
   rows.score = scratch.take(kRows * kChunk);
   pages.q_scaled = scratch.take(kRows * rows.k_padded);
-  pages.value_stride = kRows * std::max(rows.k_padded, slots);
-  pages.k_values = scratch.take(2 * pages.value_stride);
-  pages.v_values = scratch.take(2 * pages.value_stride);
+  pages.value_floats = kRows * std::max(rows.k_padded, slots);
+  pages.k_values = scratch.take(pages.value_floats);
+  pages.v_values = scratch.take(pages.value_floats);
 }
 
 // Rows [row, row + kRows) of item `index`.

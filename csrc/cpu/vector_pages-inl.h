@@ -8,7 +8,7 @@
 // max|q'| is the largest |q * scale * K scale| of the page in natural units, and an output by that times the size of
 // the values; the rounding of w adds 5e-5. The test allows half of it. Measured at D = 128 with 8 outlier channels of
 // 5x and 30x: 9e-5 for scores up to +-4, 1.5e-3 up to +-15, 5e-3 up to +-40 (rms 8e-4); "exact": 4e-7, 3e-6, 8e-6.
-// Above D = 256 the amplitude of int16 is lowered so that 255 * D * amplitude stays below 2^31.
+// Above D = 256 (3 bits: 146) the amplitude of int16 is lowered so that the sums stay below 2^31 (vector_dot16-inl.h).
 //
 // No #pragma once: foreach_target.h includes this file once per target.
 
@@ -23,7 +23,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/vector_dot-inl.h"
+#include "cpu/vector_dot16-inl.h"
+#include "cpu/vector_dot32-inl.h"
 #include "cpu/vector_rows-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -34,6 +35,41 @@ namespace HWY_NAMESPACE {
 inline constexpr float kTinyBound = 1e-25f;
 inline constexpr float kHugeBound = 1e30f;
 
+// The dot product for a width and a number of rows.
+template <int kBits, int kRows, bool kKeys>
+DotFunction dot_of_width(bool exact, bool vnni) {
+#if HWY_TARGET == HWY_AVX3
+  if (exact) {
+    if constexpr (Fp32Weights::uses_table(kBits)) {
+      return dot_table_lines<kBits, kRows, kKeys>;
+    } else {
+      return dot_fp32<kBits, kRows, kKeys>;
+    }
+  }
+  if (vnni) return dot_int16<kBits, kRows, kKeys, true>;
+#else
+  (void)vnni;
+  if (exact) return dot_fp32<kBits, kRows, kKeys>;
+#endif
+  return dot_int16<kBits, kRows, kKeys, false>;
+}
+
+template <int kRows, bool kKeys>
+DotFunction dot_function(int64_t bits, bool exact, bool vnni) {
+  switch (bits) {
+    case 1:
+      return dot_of_width<1, kRows, kKeys>(exact, vnni);
+    case 2:
+      return dot_of_width<2, kRows, kKeys>(exact, vnni);
+    case 3:
+      return dot_of_width<3, kRows, kKeys>(exact, vnni);
+    case 4:
+      return dot_of_width<4, kRows, kKeys>(exact, vnni);
+    default:
+      return dot_of_width<8, kRows, kKeys>(exact, vnni);
+  }
+}
+
 template <int kRows>
 struct Pages {
   Rows<kRows>* rows = nullptr;
@@ -41,24 +77,23 @@ struct Pages {
   int64_t group_size = 0;
   bool half_scales = true;
   bool exact = false;
-  int k_planes = 1, v_planes = 1;
-  DotFunction k_dot[2] = {nullptr, nullptr}, v_dot[2] = {nullptr, nullptr};
-  DotShape k_shape[2], v_shape[2];
+  DotFunction k_dot = nullptr, v_dot = nullptr;
+  DotShape k_shape, v_shape;
   float amplitude = 0;               // of q'
   float k_middle = 0, v_middle = 0;  // what dot_fp32 takes off a code
   int64_t v_subs = 1;                // blocks of 16 values of one record in v_values
-  int64_t value_stride = 0;          // floats from the values of one plane to those of the other (exact, 3 bits)
-  const float* k_weight[2] = {nullptr, nullptr};  // fp32_weights, by plane
-  const float* v_weight[2] = {nullptr, nullptr};
+  int64_t value_floats = 0;          // of k_values and v_values
+  const float* k_weight = nullptr;   // fp32_weights
+  const float* v_weight = nullptr;
   // In the thread's scratch buffer.
   float* q_scaled = nullptr;   // [kRows][k_padded]: q on the scale of q' (fast)
   float* scale_max = nullptr;  // [k_padded]
-  float* k_values = nullptr;   // [planes][k_padded / 16][kRows][16] q' of one record, fp32 or int16
-  float* v_values = nullptr;   // [planes][128 or 256 slots / 16][kRows][16] w of one group of channels
+  float* k_values = nullptr;   // [k_padded / 16][kRows][16] q' of one record, fp32 or int16
+  float* v_values = nullptr;   // [128 or 256 slots / 16][kRows][16] w of one group of channels
 
-  alignas(64) float dot[2][kRows][kLine];  // what the two planes give
-  float from_int[kRows];                   // q' -> q (fast)
-  float c[kRows];
+  alignas(64) float from_int[Rows<kRows>::kPaddedRows];  // q' -> q (fast; else 1)
+  alignas(16) float c[(kRows + 3) / 4 * 4];
+  float from_weight[kRows];  // w -> p, and the factor of the row
 
   void begin(const AttentionParams& p, Rows<kRows>* r, bool vnni) {
     rows = r;
@@ -67,33 +102,37 @@ struct Pages {
     group_size = f.group_size;
     half_scales = f.scale_type == ScaleType::kFloat16;
     exact = p.exact;
-    amplitude = static_cast<float>(int16_amplitude(f.head_dim));
-    k_middle = static_cast<float>(whole_code_middle(f.k_bits));
-    v_middle = static_cast<float>(whole_code_middle(f.v_bits));
-    k_planes = num_planes(f.k_bits);
-    v_planes = num_planes(f.v_bits);
-    const bool wide_unit = v_planes == 2 || f.v_bits == 1;
-    v_subs = std::max<int64_t>(group_size / kLine, wide_unit ? 2 : 1);
-    for (int plane = 0; plane < k_planes; plane++) {
-      const int64_t bits = plane_bits(f.k_bits, plane);
-      k_dot[plane] = dot_function<kRows>(bits, exact, vnni);
-      k_shape[plane] = {units_of(bits, layout->k_channels), 1, kLineBytes, 0, 0};
-      k_weight[plane] = fp32_weights(bits);
-    }
-    for (int plane = 0; plane < v_planes; plane++) {
-      const int64_t bits = plane_bits(f.v_bits, plane);
-      v_dot[plane] = dot_function<kRows>(bits, exact, vnni);
-      v_shape[plane] = {units_of(bits, group_size), 0, layout->v_channels / kLine * kLineBytes, layout->bytes,
-                        v_subs * kRows * kLine};
-      v_weight[plane] = fp32_weights(bits);
-    }
-    // Where a word of 32 codes has 16 values only, the others are 0.
-    const size_t values_bytes = static_cast<size_t>(2 * value_stride) * sizeof(float);
+    amplitude = static_cast<float>(int16_amplitude(f.head_dim, f.k_bits));
+    k_middle = static_cast<float>(code_middle(f.k_bits));
+    v_middle = static_cast<float>(code_middle(f.v_bits));
+    v_subs = std::max<int64_t>(group_size / kLine, wide_unit(f.v_bits) ? 2 : 1);
+    k_dot = dot_function<kRows, true>(f.k_bits, exact, vnni);
+    k_shape.lines = group_size / kLine;
+    k_shape.runs = 1;
+    k_shape.units = units_of(f.k_bits, layout->k_channels);
+    k_shape.word_stride = kLineBytes;
+    for (int plane = 0; plane < 2; plane++) k_shape.line_strides[plane] = layout->k_words[plane] * kLineBytes;
+    k_shape.high_plane = layout->k_codes[1] - layout->k_codes[0];
+    k_weight = fp32_weights(f.k_bits);
+    v_dot = dot_function<kRows, false>(f.v_bits, exact, vnni);
+    v_shape.units = units_of(f.v_bits, group_size);
+    v_shape.word_stride = layout->v_channels / kLine * kLineBytes;
+    v_shape.line_strides[0] = v_shape.line_strides[1] = kLineBytes;
+    v_shape.run_code_stride = layout->bytes;
+    v_shape.run_value_stride = v_subs * kRows * kLine;
+    v_shape.high_plane = layout->v_codes[1] - layout->v_codes[0];
+    v_weight = fp32_weights(f.v_bits);
+    std::fill(from_int, from_int + kRows, 1.0f);
+    // Where a unit of 32 values has 16 only, the others are 0.
+    const size_t values_bytes = static_cast<size_t>(value_floats) * sizeof(float);
     if (layout->k_channels % 32 != 0) std::memset(k_values, 0, values_bytes);
     if (group_size == kLine) std::memset(v_values, 0, values_bytes);
   }
 
-  static int64_t units_of(int64_t bits, int64_t values) { return ceil_div(values, bits == 1 ? 2 * kLine : kLine); }
+  static bool wide_unit(int64_t bits) { return bits == 1 || bits == 3; }
+  static int64_t units_of(int64_t bits, int64_t values) {
+    return ceil_div(values, wide_unit(bits) ? 2 * kLine : kLine);
+  }
 
   // `tokens` tokens (a multiple of G) from key `first_key` on.
   void page(const uint8_t* records, int64_t tokens, int64_t first_key, Fetch& fetch) {
@@ -169,16 +208,17 @@ struct Pages {
         bound[r] = max_number(hn::Abs(hn::Mul(s, load_float(q + r * row_stride + d))), bound[r]);
       }
     }
-    float top[kRows];
+    alignas(64) float top[Rows<kRows>::kPaddedRows] = {}, to_int[Rows<kRows>::kPaddedRows];
     max_lanes(bound, top);
+    for (int r = 0; r < Rows<kRows>::kPaddedRows; r += kLanes) {
+      const VF x = load_float(top + r), one = splat(1.0f);
+      const auto usable = hn::And(hn::Gt(x, splat(kTinyBound)), hn::Lt(x, splat(kHugeBound)));
+      store_float(hn::IfThenElse(usable, hn::Div(splat(amplitude), x), one), to_int + r);
+      store_float(hn::IfThenElse(usable, hn::Mul(x, splat(1.0f / amplitude)), one), from_int + r);
+    }
     VF scale[kRows];
     KIVI_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      const bool usable = top[r] > kTinyBound && top[r] < kHugeBound;
-      const float factor = usable ? amplitude / top[r] : 1.0f;
-      from_int[r] = usable ? top[r] / amplitude : 1.0f;
-      scale[r] = splat(factor);
-    }
+    for (int r = 0; r < kRows; r++) scale[r] = splat(to_int[r]);
     for (int64_t d = 0; d < channels; d += kLanes) {
       KIVI_UNROLL
       for (int r = 0; r < kRows; r++) {
@@ -189,30 +229,10 @@ struct Pages {
 
   template <bool kExact, bool kHalf>
   HWY_NOINLINE void scores(const uint8_t* records, int64_t count, Fetch& fetch) {
-    const int64_t words_0 = layout->k_words[0] * kLineBytes, words_1 = layout->k_words[1] * kLineBytes;
-    float* const score = rows->score;
-    for (int64_t i = 0; i < count; i++) {
-      const uint8_t* record = records + i * layout->bytes;
-      prepare_keys<kExact, kHalf>(record);
-      for (int64_t t = 0; t < group_size; t += kLine) {
-        const int64_t line = t / kLine;
-        k_dot[0](k_shape[0], record + layout->k_codes[0] + line * words_0, k_values, fetch, dot[0][0]);
-        if (k_planes == 2) {
-          const float* const values = k_values + (kExact ? value_stride : 0);
-          k_dot[1](k_shape[1], record + layout->k_codes[1] + line * words_1, values, fetch, dot[1][0]);
-          add_high_plane();
-        }
-        KIVI_UNROLL
-        for (int r = 0; r < kRows; r++) {
-          const VF f = splat(from_int[r]), constant = splat(c[r]);
-          float* s = score + r * kChunk + i * group_size + t;
-          KIVI_UNROLL
-          for (int v = 0; v < kLineVectors; v++) {
-            const VF x = load_float(dot[0][r] + v * kLanes);
-            store_float(kExact ? hn::Add(x, constant) : hn::MulAdd(x, f, constant), s + v * kLanes);
-          }
-        }
-      }
+    DotResult result{rows->score, kChunk, from_int, c};
+    for (int64_t i = 0; i < count; i++, records += layout->bytes, result.out += group_size) {
+      prepare_keys<kExact, kHalf>(records);
+      k_dot(k_shape, records + layout->k_codes[0], k_values, fetch, result);
     }
   }
 
@@ -223,7 +243,7 @@ struct Pages {
     const int64_t stride = rows->k_padded, channels = layout->k_channels;
     const uint8_t* const scales = record + layout->k_scale;
     const uint8_t* const zeros = record + layout->k_zero;
-    const ValueStore<kExact> store{k_weight[0], k_weight[1], k_values, k_planes == 2 ? value_stride : 0};
+    const ValueStore<kExact> store{k_weight, k_values};
     VF zero_dot[kRows];
     KIVI_UNROLL
     for (int r = 0; r < kRows; r++) zero_dot[r] = hn::Zero(DF());
@@ -246,16 +266,21 @@ struct Pages {
       }
       store.put(y, s, d, d / kLine);
     }
-    sum_lanes(zero_dot, c);
-    for (int r = 0; r < kRows; r++) c[r] = plain_nan(kExact ? c[r] : c[r] * from_int[r]);
+    sum_lanes<true>(zero_dot, c);
+    const hn::FixedTag<float, 4> four;
+    KIVI_UNROLL
+    for (int r = 0; r < kRows; r += 4) {
+      auto x = hn::Load(four, c + r);
+      if constexpr (!kExact) x = hn::Mul(x, hn::Load(four, from_int + r));
+      hn::Store(hn::IfThenElse(hn::Eq(x, x), x, hn::Set(four, kQuietNaN)), four, c + r);
+    }
   }
 
   // Puts values x * s where the dot products want them.
   template <bool kExact>
   struct ValueStore {
-    const float *weight_0, *weight_1;  // by plane
+    const float* weight;
     float* values;
-    int64_t second;  // floats to the values of the second plane; 0: there is none (exact only)
 
     // Block `block` of 16 values; e: the index of the first one in its record.
     HWY_INLINE void put(const VF (&x)[kRows][kLineVectors], const VF (&s)[kLineVectors], int64_t e,
@@ -265,66 +290,36 @@ struct Pages {
         KIVI_UNROLL
         for (int r = 0; r < kRows; r++) store_products(x[r], s, reinterpret_cast<int16_t*>(values) + at + r * kLine);
       } else {
-        put_plane(x, s, weight_0 + e % 32, values + at);
-        if (second != 0) put_plane(x, s, weight_1 + e % 32, values + at + second);
-      }
-    }
-
-    static HWY_INLINE void put_plane(const VF (&x)[kRows][kLineVectors], const VF (&s)[kLineVectors],
-                                     const float* weight, float* out) {
-      KIVI_UNROLL
-      for (int v = 0; v < kLineVectors; v++) {
-        const VF factor = hn::Mul(s[v], load_float(weight + v * kLanes));
         KIVI_UNROLL
-        for (int r = 0; r < kRows; r++) store_float(hn::Mul(x[r][v], factor), out + r * kLine + v * kLanes);
+        for (int v = 0; v < kLineVectors; v++) {
+          const VF factor = hn::Mul(s[v], load_float(weight + e % 32 + v * kLanes));
+          KIVI_UNROLL
+          for (int r = 0; r < kRows; r++) store_float(hn::Mul(x[r][v], factor), values + at + r * kLine + v * kLanes);
+        }
       }
     }
   };
 
-  // 3 bits: the high bit counts 4.
-  void add_high_plane() {
-    KIVI_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      KIVI_UNROLL
-      for (int v = 0; v < kLine; v += kLanes) {
-        const VF high = load_float(dot[1][r] + v);
-        store_float(hn::MulAdd(high, splat(4.0f), load_float(dot[0][r] + v)), dot[0][r] + v);
-      }
-    }
-  }
-
   template <bool kExact, bool kHalf, bool kMasked>
   HWY_NOINLINE void values(const uint8_t* records, int64_t count, Fetch& fetch) {
-    float to_weight = 1.0f, from_weight = 1.0f;
+    float to_weight = 1.0f, top = 1.0f;
     if constexpr (!kExact) {
-      const float top = largest_value_scale<kHalf>(records, count);
+      top = largest_value_scale<kHalf>(records, count);
       const bool usable = top > kTinyBound;
       to_weight = usable ? 32767.0f / top : 0.0f;
-      from_weight = usable ? top / 32767.0f : 0.0f;
+      top = usable ? top / 32767.0f : 0.0f;
     }
-    v_shape[0].runs = v_shape[1].runs = count;
+    for (int r = 0; r < kRows; r++) from_weight[r] = rows->factor[r] * top;
     const int64_t lines = layout->v_channels / kLine, group_lines = group_size / kLine;
-    float* const acc = rows->acc;
+    DotResult result{rows->acc, rows->v_channels, from_weight, nullptr};
+    v_shape.runs = count;
+    const uint8_t* const codes = records + layout->v_codes[0];
     for (int64_t g = 0; g < layout->v_groups; g++) {
       prepare_weights<kExact, kHalf, kMasked>(records, count, g, to_weight);
-      const int64_t last_line = std::min(lines, (g + 1) * group_lines);
-      for (int64_t line = g * group_lines; line < last_line; line++) {
-        v_dot[0](v_shape[0], records + layout->v_codes[0] + line * kLineBytes, v_values, fetch, dot[0][0]);
-        if (v_planes == 2) {
-          const float* const weights = v_values + (kExact ? value_stride : 0);
-          v_dot[1](v_shape[1], records + layout->v_codes[1] + line * kLineBytes, weights, fetch, dot[1][0]);
-          add_high_plane();
-        }
-        KIVI_UNROLL
-        for (int r = 0; r < kRows; r++) {
-          const VF f = splat(rows->factor[r] * from_weight);
-          float* a = acc + r * rows->v_channels + line * kLine;
-          KIVI_UNROLL
-          for (int v = 0; v < kLine; v += kLanes) {
-            store_float(hn::MulAdd(load_float(dot[0][r] + v), f, load_float(a + v)), a + v);
-          }
-        }
-      }
+      const int64_t line = g * group_lines;
+      v_shape.lines = std::min(lines - line, group_lines);
+      result.out = rows->acc + line * kLine;
+      v_dot(v_shape, codes + line * kLineBytes, v_values, fetch, result);
     }
   }
 
@@ -348,7 +343,7 @@ struct Pages {
     const uint8_t* scales = records + layout->v_scale;
     const uint8_t* zeros = records + layout->v_zero;
     const float* score = rows->score;
-    const ValueStore<kExact> store{v_weight[0], v_weight[1], v_values, v_planes == 2 ? value_stride : 0};
+    const ValueStore<kExact> store{v_weight, v_values};
     VF zero_sum[kRows];
     KIVI_UNROLL
     for (int r = 0; r < kRows; r++) zero_sum[r] = hn::Zero(DF());

@@ -42,8 +42,10 @@ struct Rows {
   int64_t v_channels = 0, v_groups = 0;
 
   alignas(64) float sum[kRows][kLanes];  // sum of 2^(score - max), by lane
-  float max[kRows];
-  float factor[kRows];  // 2^(maximum of the chunk - max)
+  // Padded to whole vectors; max with -inf.
+  static constexpr int kPaddedRows = (kRows + kLanes - 1) / kLanes * kLanes;
+  alignas(64) float max[kPaddedRows];
+  alignas(64) float factor[kPaddedRows];  // 2^(maximum of the chunk - max)
 
   SeenKeys seen[kRows];
   int64_t position[kRows];
@@ -57,6 +59,7 @@ struct Rows {
   HWY_NOINLINE void begin(const AttentionParams& p, const AttentionItem& item, const KeyRanges& ranges, int64_t first) {
     params = &p;
     changes_scores = p.softcap > 0 || p.alibi_slopes != nullptr || p.mask_type != MaskType::kNone;
+    std::fill(max, max + kPaddedRows, -kInfinity);
     any_begin = all_end = INT64_MAX;
     any_end = all_begin = 0;
     for (int r = 0; r < kRows; r++) {
@@ -81,7 +84,6 @@ struct Rows {
       }
       const int64_t at = item.batch * p.q_batch_stride + row.head * p.q_head_stride + row.query * p.q_row_stride;
       load_query(r, at, exists);
-      max[r] = -kInfinity;
       std::memset(sum[r], 0, sizeof sum[r]);
     }
     any_begin = std::min(any_begin, any_end);
@@ -133,7 +135,8 @@ struct Rows {
       KIVI_UNROLL
       for (int r = 0; r < kRows; r++) top[r] = max_number(load_float(s + r * kChunk + t), top[r]);
     }
-    float chunk_max[kRows];
+    alignas(64) float chunk_max[kPaddedRows];
+    std::fill(chunk_max + kRows, chunk_max + kPaddedRows, -kInfinity);
     max_lanes(top, chunk_max);
     VF total[kRows];
     for (int r = 0; r < kRows; r++) {
@@ -224,24 +227,23 @@ struct Rows {
   }
 
   // max, factor, and the sums so far on the new scale.
-  void update_max(const float (&chunk_max)[kRows]) {
-    constexpr int kPadded = (kRows + kLanes - 1) / kLanes * kLanes;
-    alignas(64) float now[kPadded] = {}, before[kPadded] = {};
+  void update_max(const float* chunk_max) {
+    alignas(64) float shrink[kPaddedRows];
     bool grows = false;
-    KIVI_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      const float after = std::max(max[r], chunk_max[r]);
-      grows |= after > max[r] && max[r] > -kInfinity;
-      now[r] = chunk_max[r] > -kInfinity ? chunk_max[r] - after : 0.0f;
-      before[r] = max[r] > -kInfinity ? max[r] - after : 0.0f;
-      max[r] = after;
+    const VF none = splat(-kInfinity);
+    for (int r = 0; r < kPaddedRows; r += kLanes) {
+      const VF now = load_float(chunk_max + r), before = load_float(max + r);
+      const VF after = hn::Max(now, before);
+      const auto sees = hn::Gt(now, none), saw = hn::Gt(before, none);
+      VF power[2] = {hn::IfThenElseZero(sees, hn::Sub(now, after)), hn::IfThenElseZero(saw, hn::Sub(before, after))};
+      exp2_inplace(power);
+      store_float(after, max + r);
+      store_float(hn::IfThenElseZero(sees, power[0]), factor + r);
+      store_float(power[1], shrink + r);
+      grows |= !hn::AllFalse(DF(), hn::And(saw, hn::Gt(after, before)));
     }
-    exp2_all<kPadded>(now);
-    KIVI_UNROLL
-    for (int r = 0; r < kRows; r++) factor[r] = chunk_max[r] > -kInfinity ? now[r] : 0.0f;
     if (!grows) return;
-    exp2_all<kPadded>(before);
-    for (int r = 0; r < kRows; r++) shrink_row(r, splat(before[r]));
+    for (int r = 0; r < kRows; r++) shrink_row(r, splat(shrink[r]));
   }
 
   void shrink_row(int r, VF by) {
@@ -253,15 +255,6 @@ struct Rows {
     for (int64_t g = 0; g < groups; g++) {
       float* z = zeros + g * kRows * kLanes;
       store_float(hn::Mul(by, load_float(z)), z);
-    }
-  }
-
-  template <int kPadded>
-  static HWY_INLINE void exp2_all(float* x) {
-    for (int i = 0; i < kPadded; i += kLanes) {
-      VF v[1] = {load_float(x + i)};
-      exp2_inplace(v);
-      store_float(v[0], x + i);
     }
   }
 

@@ -131,8 +131,8 @@ HWY_INLINE void store_products(const VF (&x)[kLineVectors], const VF (&y)[kLineV
 #endif
 }
 
-// out[i] = sum of the lanes of v[i].
-template <int kCount>
+// out[i] = sum of the lanes of v[i]. kPadded: out has room for a multiple of four, and some numbers are stored there.
+template <bool kPadded = false, int kCount = 0>
 HWY_INLINE void sum_lanes(const VF (&v)[kCount], float* out) {
 #if HWY_ARCH_X86
   // Four at a time, the last ones with zeros: a vector's lanes are added in one order, whoever its neighbours are.
@@ -152,11 +152,16 @@ HWY_INLINE void sum_lanes(const VF (&v)[kCount], float* out) {
 #endif
     }
     const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
-    alignas(16) float four[4];
-    _mm_store_ps(four, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
+    if (kPadded || i + 4 <= kCount) {
+      _mm_storeu_ps(out + i, four);
+      continue;
+    }
+    alignas(16) float stored[4];
+    _mm_store_ps(stored, four);
     KIVI_UNROLL
     for (int j = 0; j < 4; j++) {
-      if (i + j < kCount) out[i + j] = four[j];
+      if (i + j < kCount) out[i + j] = stored[j];
     }
   }
 #else
