@@ -134,6 +134,9 @@ void attention_merge(const AttentionParams& params, const AttentionItem* items, 
       float sum = 0.0f;
       for (int64_t s = 0; s < run->num_splits; s++) {
         const float* part = cell(s);
+        if (s + 1 < run->num_splits) {
+          for (int64_t d = 0; d < channels + 2; d += 16) __builtin_prefetch(cell(s + 1) + d);
+        }
         // Where the part has seen nothing its sums are 0, or NaN: multiplying keeps both.
         const float factor = part[channels] == -kInfinity ? 0.0f : std::exp2(part[channels] - max);
         for (int64_t d = 0; d < channels; d++) {

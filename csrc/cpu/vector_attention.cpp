@@ -127,6 +127,13 @@ HWY_NOINLINE void attend_rows(const Job& job, int64_t index, int64_t row) {
   rows.begin(p, item, ranges, row);
   if (item.num_pages > 0) pages.begin(p, &rows, job.vnni);
   const bool last_rows = row + kRows >= item.num_rows;
+  const int64_t stride = partial_row_floats(p);
+  if (item.num_splits > 1) {
+    // The partial results are written after all pages, and would miss the caches then.
+    const auto* partial = reinterpret_cast<const uint8_t*>(job.partials + item.partial + row * stride);
+    const int64_t bytes = kRows * stride * static_cast<int64_t>(sizeof(float));
+    for (int64_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(partial + at, 1, 2);
+  }
   for (int64_t page = item.first_page; page < item.first_page + item.num_pages; page++) {
     Fetch fetch = fetch_after(job, index, page, last_rows);
     const PagePart part = page_part(p, item, page);
@@ -135,7 +142,6 @@ HWY_NOINLINE void attend_rows(const Job& job, int64_t index, int64_t row) {
   if (item.exact_keys) exact_keys(p, item, ranges, rows);
   float* out[kRows];
   float sum[kRows];
-  const int64_t stride = partial_row_floats(p);
   for (int r = 0; r < kRows; r++) {
     out[r] = item.num_splits == 1 ? rows.acc + r * rows.v_channels : job.partials + item.partial + (row + r) * stride;
   }

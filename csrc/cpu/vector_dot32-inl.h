@@ -18,17 +18,20 @@ HWY_BEFORE_NAMESPACE();
 namespace kivi::cpu {
 namespace HWY_NAMESPACE {
 
-// What value e of fp32 has to be multiplied by, because its code is masked in place in its 16-bit half; e modulo 32.
+// What value e of fp32 has to be multiplied by where its code is masked in place in its 16-bit half; e modulo 32.
 struct Fp32Weights {
   alignas(64) float of[32];
   constexpr explicit Fp32Weights(int bits) : of() {
     const int low_bits = bits == 3 ? 2 : bits;
     for (int e = 0; e < 32; e++) {
-      of[e] = uses_table(bits) ? 1.0f : 1.0f / static_cast<float>(1 << (low_bits * (e % (32 / low_bits) / 2)));
+      const int place = low_bits * (e % (32 / low_bits) / 2);
+      of[e] = uses_table(bits) || shifts_codes(bits) ? 1.0f : 1.0f / static_cast<float>(1 << place);
     }
   }
   // Where a register holds a table of 16 floats, 1 and 2 bits are looked up.
   static constexpr bool uses_table(int bits) { return HWY_TARGET == HWY_AVX3 && bits <= 2; }
+  // Masks and constants for many places in a half need more registers than there are: these codes are shifted instead.
+  static constexpr bool shifts_codes(int bits) { return HWY_TARGET != HWY_AVX3 && (bits == 1 || bits == 3); }
 };
 inline constexpr Fp32Weights kFp32Weights[5] = {Fp32Weights(1), Fp32Weights(2), Fp32Weights(3), Fp32Weights(4),
                                                 Fp32Weights(8)};
@@ -76,52 +79,50 @@ HWY_INLINE void dot_tables(const DotShape& shape, const uint8_t* codes, const fl
   const uint8_t* word_at = codes;
   const float* value_at = values;
   int64_t left = shape.units;
-  {
-    KIVI_NO_UNROLL
-    for (int64_t unit = 0; unit < steps.units; unit++) {
-      fetch_lines<U::kFetch * kLines>(next, last);
-      hn::Vec<DU> x[kLines];
-      KIVI_UNROLL
-      for (int n = 0; n < kLines; n++) {
-        x[n] = hn::LoadU(du, reinterpret_cast<const uint32_t*>(word_at + n * shape.line_strides[0]));
-      }
-      word_at += shape.word_stride;
-      KIVI_UNROLL
-      for (int m = 0; m < 8; m++) {
-        // Bits 4m .. 4m + 3 of the word: codes of one half, which are every other one.
-        const int e = m % 4 * 2 * kParts + m / 4;
-        KIVI_UNROLL
-        for (int r = 0; r < kRows; r++) {
-          VF table = hn::Zero(df);
-          KIVI_UNROLL
-          for (int part = 0; part < kParts; part++) {
-            const int at = e + 2 * part;
-            const VF value = splat(value_at[(at / kLine * kRows + r) * kLine + at % kLine]);
-            table = part == 0 ? hn::Mul(value, pattern[0]) : hn::MulAdd(value, pattern[part], table);
-          }
-          KIVI_KEEP(table);
-          KIVI_UNROLL
-          for (int n = 0; n < kLines; n++) {
-            const VF found{_mm512_permutexvar_ps(x[n].raw, table.raw)};
-            sum[n][r] = m == 0 ? found : hn::Add(sum[n][r], found);
-            KIVI_KEEP(sum[n][r]);
-          }
-        }
-        KIVI_UNROLL
-        for (int n = 0; n < kLines; n++) x[n] = hn::ShiftRight<4>(x[n]);
-      }
-      KIVI_UNROLL
-      for (int n = 0; n < kLines; n++) {
-        KIVI_UNROLL
-        for (int r = 0; r < kRows; r++) {
-          total[n][r][0] = hn::Add(total[n][r][0], sum[n][r]);
-          KIVI_KEEP(total[n][r][0]);
-        }
-      }
-      const bool run_ends = steps.run_ends(left);
-      value_at += steps.values(run_ends);
-      word_at += run_ends ? steps.code_gap : 0;
+  KIVI_NO_UNROLL
+  for (int64_t unit = 0; unit < steps.units; unit++) {
+    fetch_lines<U::kFetch * kLines>(next, last);
+    hn::Vec<DU> x[kLines];
+    KIVI_UNROLL
+    for (int n = 0; n < kLines; n++) {
+      x[n] = hn::LoadU(du, reinterpret_cast<const uint32_t*>(word_at + n * shape.line_strides[0]));
     }
+    word_at += shape.word_stride;
+    KIVI_UNROLL
+    for (int m = 0; m < 8; m++) {
+      // Bits 4m .. 4m + 3 of the word: codes of one half, which are every other one.
+      const int e = m % 4 * 2 * kParts + m / 4;
+      KIVI_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        VF table = hn::Zero(df);
+        KIVI_UNROLL
+        for (int part = 0; part < kParts; part++) {
+          const int at = e + 2 * part;
+          const VF value = splat(value_at[(at / kLine * kRows + r) * kLine + at % kLine]);
+          table = part == 0 ? hn::Mul(value, pattern[0]) : hn::MulAdd(value, pattern[part], table);
+        }
+        KIVI_KEEP(table);
+        KIVI_UNROLL
+        for (int n = 0; n < kLines; n++) {
+          const VF found{_mm512_permutexvar_ps(x[n].raw, table.raw)};
+          sum[n][r] = m == 0 ? found : hn::Add(sum[n][r], found);
+          KIVI_KEEP(sum[n][r]);
+        }
+      }
+      KIVI_UNROLL
+      for (int n = 0; n < kLines; n++) x[n] = hn::ShiftRight<4>(x[n]);
+    }
+    KIVI_UNROLL
+    for (int n = 0; n < kLines; n++) {
+      KIVI_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        total[n][r][0] = hn::Add(total[n][r][0], sum[n][r]);
+        KIVI_KEEP(total[n][r][0]);
+      }
+    }
+    const bool run_ends = steps.run_ends(left);
+    value_at += steps.values(run_ends);
+    word_at += run_ends ? steps.code_gap : 0;
   }
   KIVI_UNROLL
   for (int n = 0; n < kLines; n++) finish_line<kKeys, kRows>(total[n], 1.0f, result, out + n * kLine);
@@ -151,11 +152,17 @@ HWY_INLINE hn::Vec<DU> load_words(const uint8_t* line, int v) {
   return hn::LoadU(DU(), reinterpret_cast<const uint32_t*>(line) + v * kLanes);
 }
 
+// x * 2^shift; shift may be negative.
+HWY_INLINE hn::Vec<DU> moved(hn::Vec<DU> x, int shift) {
+  return shift >= 0 ? hn::ShiftLeftSame(x, shift) : hn::ShiftRightSame(x, -shift);
+}
+
 template <int kBits, int kRows, bool kKeys>
 HWY_NOINLINE void dot_fp32(const DotShape& shape, const uint8_t* codes, const void* value_pointer, Fetch& fetch,
                            const DotResult& result) {
   using U = Unit<kBits>;
   constexpr int kLow = U::kLowBits;
+  constexpr bool kShiftsCodes = Fp32Weights::shifts_codes(kBits);
   // Sums in flight: a multiply-add takes 4 cycles, and two may start in each (one with AVX-512).
   constexpr int kSums = kRows * kLineVectors;
   constexpr int kChains = kSums >= 8 ? 1 : kSums >= 2 ? 2 : 4;
@@ -188,79 +195,77 @@ HWY_NOINLINE void dot_fp32(const DotShape& shape, const uint8_t* codes, const vo
     const uint8_t* high_at = codes + line * shape.line_strides[1] + shape.high_plane;
     const auto* value_at = static_cast<const float*>(value_pointer);
     int64_t left = shape.units;
-    {
-      KIVI_NO_UNROLL
-      for (int64_t unit = 0; unit < steps.units; unit++) {
-        fetch_lines<U::kFetch>(next, last);
+    KIVI_NO_UNROLL
+    for (int64_t unit = 0; unit < steps.units; unit++) {
+      fetch_lines<U::kFetch>(next, last);
+      KIVI_UNROLL
+      for (int word = 0; word < U::kWords; word++, word_at += shape.word_stride) {
         KIVI_UNROLL
-        for (int word = 0; word < U::kWords; word++, word_at += shape.word_stride) {
-          KIVI_UNROLL
-          for (int half = 0; half < 2; half++) {
-            hn::Vec<DU> x[kLineVectors], top[kLineVectors];
-            KIVI_UNROLL
-            for (int v = 0; v < kLineVectors; v++) {
-              x[v] = load_words(word_at, v);
-              if (half == 1) x[v] = hn::ShiftRight<16>(x[v]);
-              if constexpr (kBits == 3) {
-                top[v] = load_words(high_at, v);
-                if (half == 1) top[v] = hn::ShiftRight<16>(top[v]);
-              }
-            }
-            KIVI_UNROLL
-            for (int j = 0; j < U::kPairs; j++) {
-              VF c[kLineVectors];
-              KIVI_UNROLL
-              for (int v = 0; v < kLineVectors; v++) {
-                // 2^23 + code in place, as a float; then less 2^23 and the middle in place. Both are exact.
-                const auto mask = hn::Set(du, ((1u << kLow) - 1u) << (kLow * j));
-                const auto offset = splat(static_cast<float>((1 << 23) + (code_middle(kBits) << (kLow * j))));
-                auto bits = hn::OrAnd(hn::Set(du, 0x4B000000u), x[v], mask);
-                if constexpr (kBits == 3) {
-                  // The high bit is at bit j + 8 (word % 2) and belongs to bit 2j + 2.
-                  const int left = j + 2 - 8 * (word % 2);
-                  const auto moved = left >= 0 ? hn::ShiftLeftSame(top[v], left) : hn::ShiftRightSame(top[v], -left);
-                  bits = hn::OrAnd(bits, moved, hn::Set(du, 4u << (2 * j)));
-                }
-                c[v] = hn::Sub(hn::BitCast(df, bits), offset);
-              }
-              const int e = word * U::kPerWord + 2 * j + half;
-              KIVI_UNROLL
-              for (int r = 0; r < kRows; r++) {
-                const VF value = splat(value_at[(e / kLine * kRows + r) * kLine + e % kLine]);
-                VF(&s)[kLineVectors] = sum[j % kChains][r];
-                KIVI_UNROLL
-                for (int v = 0; v < kLineVectors; v++) {
-                  s[v] = hn::MulAdd(c[v], value, s[v]);
-                  KIVI_KEEP(s[v]);
-                }
-              }
-            }
-          }
-        }
-        if constexpr (kBits == 3) high_at += shape.word_stride;
-        KIVI_UNROLL
-        for (int r = 0; r < kRows; r++) {
+        for (int half = 0; half < 2; half++) {
+          // The high bit of pair j is at bit j + 8 (word % 2) of its half; here at bit j + 2.
+          hn::Vec<DU> x[kLineVectors], top[kLineVectors];
           KIVI_UNROLL
           for (int v = 0; v < kLineVectors; v++) {
-            float* at = stored[r] + v * kLanes;
-            VF unit_sum = sum[0][r][v];
+            x[v] = load_words(word_at, v);
+            if (half == 1) x[v] = hn::ShiftRight<16>(x[v]);
+            if constexpr (kBits == 3) top[v] = moved(load_words(high_at, v), 2 - 8 * (word % 2) - 16 * half);
+          }
+          KIVI_UNROLL
+          for (int j = 0; j < U::kPairs; j++) {
+            const int place = kShiftsCodes ? 0 : kLow * j;
+            VF c[kLineVectors];
             KIVI_UNROLL
-            for (int n = 1; n < kChains; n++) unit_sum = hn::Add(unit_sum, sum[n][r][v]);
-            if constexpr (kTotalInRegisters) {
-              total[r][v] = hn::Add(total[r][v], unit_sum);
-            } else {
-              store_float(first ? unit_sum : hn::Add(unit_sum, load_float(at)), at);
+            for (int v = 0; v < kLineVectors; v++) {
+              // 2^23 + code in place, as a float; then less 2^23 and the middle in place. Both are exact.
+              auto bits = hn::OrAnd(hn::Set(du, 0x4B000000u), x[v], hn::Set(du, ((1u << kLow) - 1u) << place));
+              if constexpr (kBits == 3) {
+                const auto high = kShiftsCodes ? top[v] : moved(top[v], j);  // from bit j + 2 to 2j + 2
+                bits = hn::OrAnd(bits, high, hn::Set(du, 4u << place));
+              }
+              c[v] =
+                  hn::Sub(hn::BitCast(df, bits), splat(static_cast<float>((1 << 23) + (code_middle(kBits) << place))));
+              if constexpr (kShiftsCodes) {
+                x[v] = hn::ShiftRight<kLow>(x[v]);
+                if constexpr (kBits == 3) top[v] = hn::ShiftRight<1>(top[v]);
+              }
             }
+            const int e = word * U::kPerWord + 2 * j + half;
             KIVI_UNROLL
-            for (int n = 0; n < kChains; n++) sum[n][r][v] = hn::Zero(df);
+            for (int r = 0; r < kRows; r++) {
+              const VF value = splat(value_at[(e / kLine * kRows + r) * kLine + e % kLine]);
+              VF(&s)[kLineVectors] = sum[j % kChains][r];
+              KIVI_UNROLL
+              for (int v = 0; v < kLineVectors; v++) {
+                s[v] = hn::MulAdd(c[v], value, s[v]);
+                KIVI_KEEP(s[v]);
+              }
+            }
           }
         }
-        first = false;
-        const bool run_ends = steps.run_ends(left);
-        value_at += steps.values(run_ends);
-        word_at += run_ends ? steps.code_gap : 0;
-        if constexpr (kBits == 3) high_at += run_ends ? steps.high_gap : 0;
       }
+      if constexpr (kBits == 3) high_at += shape.word_stride;
+      KIVI_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        KIVI_UNROLL
+        for (int v = 0; v < kLineVectors; v++) {
+          float* at = stored[r] + v * kLanes;
+          VF unit_sum = sum[0][r][v];
+          KIVI_UNROLL
+          for (int n = 1; n < kChains; n++) unit_sum = hn::Add(unit_sum, sum[n][r][v]);
+          if constexpr (kTotalInRegisters) {
+            total[r][v] = hn::Add(total[r][v], unit_sum);
+          } else {
+            store_float(first ? unit_sum : hn::Add(unit_sum, load_float(at)), at);
+          }
+          KIVI_UNROLL
+          for (int n = 0; n < kChains; n++) sum[n][r][v] = hn::Zero(df);
+        }
+      }
+      first = false;
+      const bool run_ends = steps.run_ends(left);
+      value_at += steps.values(run_ends);
+      word_at += run_ends ? steps.code_gap : 0;
+      if constexpr (kBits == 3) high_at += run_ends ? steps.high_gap : 0;
     }
     if constexpr (!kTotalInRegisters) {
       KIVI_UNROLL
