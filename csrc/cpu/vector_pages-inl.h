@@ -287,8 +287,7 @@ struct Pages {
                         int64_t block) const {
       const int64_t at = block * (kRows * kLine);
       if constexpr (!kExact) {
-        KIVI_UNROLL
-        for (int r = 0; r < kRows; r++) store_products(x[r], s, reinterpret_cast<int16_t*>(values) + at + r * kLine);
+        store_products<kRows>(x, s, reinterpret_cast<int16_t*>(values) + at);
       } else {
         KIVI_UNROLL
         for (int v = 0; v < kLineVectors; v++) {

@@ -110,13 +110,21 @@ inline constexpr int kPackedPair[8] = {0, 1, 4, 5, 2, 3, 6, 7};
 inline constexpr int kPackedPair[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 #endif
 
+#if HWY_TARGET == HWY_AVX3
+// Adding 1.5 * 2^23 leaves the rounded product in the low half of the sum.
+HWY_INLINE __m512i product_in_low_half(VF x, VF y) {
+  return _mm512_castps_si512(_mm512_fmadd_ps(x.raw, y.raw, _mm512_set1_ps(12582912.0f)));
+}
+// Numbers 0, 2, .. of the first operand of a permutation, then of the second one.
+HWY_INLINE __m512i low_halves() {
+  return _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32,  //
+                          30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+}
+#endif
+
 HWY_INLINE void store_products(const VF (&x)[kLineVectors], const VF (&y)[kLineVectors], int16_t* out) {
 #if HWY_TARGET == HWY_AVX3
-  // Adding 1.5 * 2^23 leaves the rounded product in the low half of the sum.
-  const __m512 shifted = _mm512_fmadd_ps(x[0].raw, y[0].raw, _mm512_set1_ps(12582912.0f));
-  const __m512i even = _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,  //
-                                        30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-  const __m512i packed = _mm512_permutexvar_epi16(even, _mm512_castps_si512(shifted));
+  const __m512i packed = _mm512_permutexvar_epi16(low_halves(), product_in_low_half(x[0], y[0]));
   _mm256_store_si256(reinterpret_cast<__m256i*>(out), _mm512_castsi512_si256(packed));
 #elif HWY_TARGET == HWY_AVX2
   _mm256_store_si256(reinterpret_cast<__m256i*>(out),
@@ -129,6 +137,22 @@ HWY_INLINE void store_products(const VF (&x)[kLineVectors], const VF (&y)[kLineV
     vst1q_s16(out + 8 * i, vcombine_s16(vqmovn_s32(low), vqmovn_s32(high)));
   }
 #endif
+}
+
+// store_products for all rows of `x`, side by side in `out`.
+template <int kRows>
+HWY_INLINE void store_products(const VF (&x)[kRows][kLineVectors], const VF (&y)[kLineVectors], int16_t* out) {
+  int r = 0;
+#if HWY_TARGET == HWY_AVX3
+  KIVI_UNROLL
+  for (; r + 2 <= kRows; r += 2) {  // one permutation and one store for two rows
+    const __m512i packed = _mm512_permutex2var_epi16(product_in_low_half(x[r][0], y[0]), low_halves(),
+                                                     product_in_low_half(x[r + 1][0], y[0]));
+    _mm512_storeu_si512(out + r * kLine, packed);
+  }
+#endif
+  KIVI_UNROLL
+  for (; r < kRows; r++) store_products(x[r], y, out + r * kLine);
 }
 
 // out[i] = sum of the lanes of v[i]. kPadded: out has room for a multiple of four, and some numbers are stored there.

@@ -30,7 +30,7 @@ std::vector<Isa> isas() {
 
 double fast_limit(const Problem& p) {
   const auto d = static_cast<double>(p.format.head_dim);
-  const double amplitude = std::min(32767.0, 2147483647.0 / (255 * d));
+  const double amplitude = std::min(32767.0, 2147483647.0 / ((p.format.k_bits == 3 ? 448 : 255) * d));
   const double code = static_cast<double>((1 << p.format.k_bits) - 1);
   return 5e-5 + 0.5 * std::sqrt(d) * p.largest_scaled_query() * code / amplitude;
 }
@@ -289,17 +289,20 @@ TEST_P(AttentionVector, WideScores) {
 
 // The largest sums that int16 can give: all codes at their maximum, all of q' at its amplitude and of one sign.
 TEST_P(AttentionVector, LargestSumsDoNotOverflow) {
-  for (const int64_t d : {128, 256, 257, 576, 1024}) {
+  for (const int64_t d : {128, 146, 147, 256, 257, 576, 1024}) {
     for (const int64_t bits : {1, 2, 3, 4, 8}) {
-      Settings s = settings(make_format(1, d, 32, bits, bits, 32, 0, 0), {128}, 2);
-      s.edit = [d](int64_t, int64_t, std::vector<float>& k, std::vector<float>& v) {
-        for (size_t i = 0; i < k.size(); i++) k[i] = static_cast<int64_t>(i) / d % 2 == 0 ? 1.0f : 0.0f;
-        for (size_t i = 0; i < v.size(); i++) v[i] = static_cast<int64_t>(i) / 32 % 2 == 0 ? 1.0f : -1.0f;
-      };
-      s.edit_q = [d](std::vector<float>& q) {
-        for (auto& x : q) x = static_cast<float>(2.0 / std::sqrt(static_cast<double>(d)));
-      };
-      check(s, 0, "D" + std::to_string(d) + " bits" + std::to_string(bits));
+      // 1 to 4 rows go through the positions of a code in different orders: 7 = 4 + 3, 6 = 4 + 2, 5 = 3 + 2, 1.
+      for (const int64_t heads : {1, 5, 6, 7}) {
+        Settings s = settings(make_format(1, d, 32, bits, bits, 32, 0, 0), {128}, heads);
+        s.edit = [d](int64_t, int64_t, std::vector<float>& k, std::vector<float>& v) {
+          for (size_t i = 0; i < k.size(); i++) k[i] = static_cast<int64_t>(i) / d % 2 == 0 ? 1.0f : 0.0f;
+          for (size_t i = 0; i < v.size(); i++) v[i] = static_cast<int64_t>(i) / 32 % 2 == 0 ? 1.0f : -1.0f;
+        };
+        s.edit_q = [d](std::vector<float>& q) {
+          for (auto& x : q) x = static_cast<float>(2.0 / std::sqrt(static_cast<double>(d)));
+        };
+        check(s, 0, "D" + std::to_string(d) + " bits" + std::to_string(bits) + " heads " + std::to_string(heads));
+      }
     }
   }
 }

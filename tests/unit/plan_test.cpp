@@ -174,6 +174,42 @@ TEST(PlanTest, OneSequenceOfOneHeadFeeds64Threads) {
   EXPECT_LE(items.size(), 65u);  // and the scratch memory stays bounded
 }
 
+// at::parallel_for gives each of T threads ceil(items / T) items in a row, the last ones fewer or none. How much of the
+// time of T threads is work: the pages of all threads over T times those of the busiest.
+double busy_share(const std::vector<AttentionItem>& items, size_t threads) {
+  const size_t each = (items.size() + threads - 1) / threads;
+  int64_t all = 0, busiest = 0;
+  for (size_t from = 0; from < items.size(); from += each) {
+    int64_t pages = 0;
+    for (size_t i = from; i < std::min(from + each, items.size()); i++) {
+      pages += items[i].num_pages + items[i].exact_keys;  // the exact window is about a page
+    }
+    all += pages;
+    busiest = std::max(busiest, pages);
+  }
+  return static_cast<double>(all) / (static_cast<double>(busiest) * static_cast<double>(threads));
+}
+
+// One sequence, one query token: 2 to 64 cores have work, one kv head included.
+TEST(PlanTest, KeepsTwoTo64ThreadsBusy) {
+  for (const int64_t kv_heads : {1, 2, 4, 8, 32}) {
+    for (const int64_t tokens : {16384, 32768, 131072}) {
+      PlanCase c;
+      c.format.num_kv_heads = kv_heads;
+      c.p.num_heads = 4 * kv_heads, c.p.q_len = 1;
+      c.cached = {tokens};
+      const auto items = c.plan();
+      for (size_t threads = 2; threads <= 64; threads++) {
+        const double share = busy_share(items, threads);
+        // Between powers of two the rounding of items per thread costs more: at worst 64 items over 33 to 63 threads.
+        const bool power_of_two = (threads & (threads - 1)) == 0;
+        EXPECT_GE(share, power_of_two ? 0.79 : 0.5) << kv_heads << " kv heads, " << tokens << " tokens, " << threads
+                                                    << " threads, " << items.size() << " items";
+      }
+    }
+  }
+}
+
 TEST(PlanTest, ManyRowsNeedNoScratch) {
   PlanCase c;
   c.p.num_heads = 8, c.p.q_len = 500;
