@@ -178,7 +178,7 @@ void add_all() {
   for (const auto& bits : kBits) {
     add_cases(changed([&](Shape& s) { s.k_bits = bits[0], s.v_bits = bits[1]; }), {1, 2});
   }
-  add_cases(changed([](Shape& s) { s.kv_heads = 32; }), {1});
+  add_cases(changed([](Shape& s) { s.kv_heads = 32; }), {1, 2});
   for (const int64_t dim : {64, 80, 96, 192, 256}) add_cases(changed([&](Shape& s) { s.dim = dim; }), {1});
   for (const int64_t group : {1, 2, 3, 7, 8, 16}) {
     add_cases(changed([&](Shape& s) { s.heads = group * s.kv_heads; }), {1});
