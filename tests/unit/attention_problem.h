@@ -1,4 +1,4 @@
-// A cache with random content for the attention tests and benchmarks: pool, block table, sink and window, new tokens,
+// A cache with random content for the attention tests: pool, block table, sink and window, new tokens,
 // queries, and the dequantised keys and values in double, with a softmax in double to compare with. What the kernels
 // must not read is poisoned with 0xFF bytes (NaN as float, a huge code as codes).
 #pragma once

@@ -55,6 +55,33 @@ class Encode : public IsaTest {
     return {std::move(k), std::move(v)};
   }
 
+  // Tokens [first, first + count) by this table and by the scalar one. Rows are a multiple of 64 bytes apart; the first
+  // begins `offset` elements after a line.
+  void check_against_scalar(const Format& f, const Record& record, Element type, int64_t first, int64_t count,
+                            int64_t offset) {
+    const RecordLayout layout = record_layout(f);
+    const int64_t size = element_bytes(type), stride = round_up(f.head_dim, 32);
+    const int64_t values = offset + count * stride;
+    Record got_k(values * size), got_v(values * size), want_k(values * size), want_v(values * size);
+    const auto decode_into = [&](const Kernels& kernels, Record& k, Record& v) {
+      kernels.decode({&f, &layout, record.data(), first, count, k.data() + offset * size, v.data() + offset * size,
+                      stride, stride, type});
+    };
+    decode_into(kernels(), got_k, got_v);
+    decode_into(scalar(), want_k, want_v);
+    EXPECT_TRUE(got_k.guard_intact() && got_v.guard_intact()) << format_text(f);
+    for (const auto& [got, want] : {std::pair<Record*, Record*>{&got_k, &want_k}, {&got_v, &want_v}}) {
+      if (std::memcmp(got->data(), want->data(), static_cast<size_t>(values * size)) == 0) continue;
+      for (int64_t i = 0; i < values; i++) {
+        const bool same = std::memcmp(got->data() + i * size, want->data() + i * size, static_cast<size_t>(size)) == 0;
+        const float a = load_element(got->data(), type, i), b = load_element(want->data(), type, i);
+        ASSERT_TRUE(same || (std::isnan(a) && std::isnan(b)))
+            << format_text(f) << " " << element_name(type) << " token " << first + (i - offset) / stride << " channel "
+            << (i - offset) % stride << ": " << a << ", not " << b;
+      }
+    }
+  }
+
   // One record against the oracle: bytes, the answer of encode, and the values of every token in every type.
   void check(const Tokens& x, bool decode_too = true) {
     const Format& f = x.f;
@@ -85,6 +112,24 @@ class Encode : public IsaTest {
     }
   }
 };
+
+// wild: NaN, Inf and the ends of the types among the scales and zeros.
+void fill_with_any_codes(const Format& f, Random& random, bool wild, Record* record) {
+  const RecordLayout layout = record_layout(f);
+  const bool half = layout.scale_bytes == 2;
+  const float wild_values[] = {kNaN, kInf, -kInf, 65504.0f, -65504.0f, half ? 6e-8f : 1e-40f, half ? 60000.0f : 3e38f};
+  for (int64_t i = 0; i < layout.bytes; i++) record->data()[i] = static_cast<uint8_t>(random.below(256));
+  const int64_t sections[][2] = {{layout.k_scale, layout.k_channels},
+                                 {layout.k_zero, layout.k_channels},
+                                 {layout.v_scale, layout.v_groups * f.group_size},
+                                 {layout.v_zero, layout.v_groups * f.group_size}};
+  for (const auto& section : sections) {
+    for (int64_t i = 0; i < section[1]; i++) {
+      const float x = wild && random.below(4) == 0 ? wild_values[random.below(7)] : random.normal();
+      store_element(record->data() + section[0], half ? Element::kFloat16 : Element::kFloat32, i, x);
+    }
+  }
+}
 
 constexpr int64_t kHeadDims[] = {1, 8, 48, 64, 80, 96, 128, 192, 256, 576};
 
@@ -224,6 +269,33 @@ TEST_P(Encode, DecodeTouchesItsRowsOnly) {
       (keys ? p.k : p.v) = rows.data();
       kernels().decode(p);
       for (int64_t i = 0; i < rows.size(); i++) EXPECT_EQ(std::isnan(rows.get(i)), i % stride >= dim) << i;
+    }
+  }
+}
+
+// Scales and zeros as encode never stores them, codes at random: decode gives what the scalar kernel gives, to the bit
+// (NaN for NaN), for any number of channels, any tokens, and rows on a line or anywhere, and writes nothing else.
+TEST_P(Encode, DecodeEqualsTheScalarKernel) {
+  for (const int64_t bits : kBitWidths) {
+    for (const int64_t group : kGroupSizes) {
+      for (const int64_t dim : {1, 15, 16, 17, 31, 32, 33, 48, 64, 80, 100, 128, 240, 1024}) {
+        if (dim > 128 && group != 16 && group != 32) continue;
+        for (const ScaleType type : {ScaleType::kFloat16, ScaleType::kFloat32}) {
+          Format f = make_format(1, dim, dim, bits, bits, group);
+          f.scale_type = type;
+          Random random(static_cast<uint32_t>(dim + bits));
+          for (const bool wild : {false, true}) {
+            Record record(record_layout(f).bytes);
+            fill_with_any_codes(f, random, wild, &record);
+            for (const Element element : kElements) {
+              const int64_t first = random.below(group), count = 1 + random.below(group - first);
+              for (const int64_t offset : {0, 1}) {  // elements, of the first row from a line
+                check_against_scalar(f, record, element, first, count, offset);
+              }
+            }
+          }
+        }
+      }
     }
   }
 }
