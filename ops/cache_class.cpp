@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include "kivi/cache.h"
@@ -59,6 +60,14 @@ CacheAttentionOptions op_options(const AttentionOptions& o, const std::string& p
 // Whether torch's own attention over the new tokens alone says the same.
 bool is_plain(const AttentionOptions& o) {
   return !o.attn_mask && !o.sinks && !o.alibi_slopes && o.softcap == 0 && o.window == 0;
+}
+
+// Whether torch's own attention keeps from a query what the query does not see. It multiplies the values behind the
+// causal mask by weights of 0, so that a NaN or Inf among them would reach every row.
+bool hides_the_future(const at::Tensor& v, const AttentionOptions& o) {
+  if (!o.is_causal || v.size(2) == 1) return true;
+  const auto [least, greatest] = at::aminmax(v.detach());
+  return std::isfinite(least.item<float>()) && std::isfinite(greatest.item<float>());
 }
 
 // SDPA of [B, Hq, T, D] over [B, Hkv, T, D]: the heads of a group become a batch of their own, so that keys and values
@@ -157,7 +166,8 @@ at::Tensor KVCache::Impl::forward(const at::Tensor& q, const at::Tensor& k, cons
   TORCH_CHECK_VALUE(q.size(2) == k.size(2), "q has ", q.size(2), " rows, but k has ", k.size(2), " tokens");
   at::Tensor out;
   const bool nothing_cached = !storage.started || storage.longest() == 0;
-  if (nothing_cached && !lengths && is_plain(o) && q.scalar_type() == k.scalar_type() && q.numel() > 0) {
+  if (nothing_cached && !lengths && is_plain(o) && q.scalar_type() == k.scalar_type() && q.numel() > 0 &&
+      hides_the_future(v, o)) {
     out = prefill_attention(q, k, v, o);
   } else {
     const Storage empty = storage.started ? Storage() : start_storage(format, k.size(0), k.options());
@@ -319,7 +329,9 @@ std::tuple<at::Tensor, at::Tensor> KVCache::dequantize() const {
   const at::NoGradGuard no_grad;
   if (!s.started) {
     const Format& f = impl_->format;
-    return {at::empty({0, f.num_kv_heads, 0, f.head_dim}), at::empty({0, f.num_kv_heads, 0, f.value_head_dim})};
+    const auto type = at::TensorOptions().dtype(at::kFloat);  // whatever torch's default dtype is
+    return {at::empty({0, f.num_kv_heads, 0, f.head_dim}, type),
+            at::empty({0, f.num_kv_heads, 0, f.value_head_dim}, type)};
   }
   return cache_dequantize(s.tensors, s.format_ints, s.longest());
 }

@@ -3,9 +3,17 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "ops/checks.h"
 
 namespace kivi {
+
+// ceil(size / group_size). A group of 2^62 elements holds any tensor; a larger one would only make the sum overflow.
+inline c10::SymInt groups_along(const c10::SymInt& size, int64_t group_size) {
+  const int64_t group = std::min(group_size, int64_t{1} << 62);
+  return (size + (group - 1)) / group;
+}
 
 struct QuantizeShapes {
   int64_t axis;
@@ -23,7 +31,7 @@ inline QuantizeShapes quantize_shapes(const at::Tensor& x, int64_t axis, int64_t
   s.codes.assign(x.sym_sizes().begin(), x.sym_sizes().end());
   s.scale = s.codes;
   s.codes[s.axis] = (s.size * bits + 7) / 8;
-  s.scale[s.axis] = (s.size + (group_size - 1)) / group_size;
+  s.scale[s.axis] = groups_along(s.size, group_size);
   return s;
 }
 
@@ -44,7 +52,7 @@ inline c10::SymDimVector dequantize_shape(const at::Tensor& codes, const at::Ten
   for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>{"scale", scale}, {"zero", zero}}) {
     TORCH_CHECK_VALUE(t.dim() == codes.dim(), name, " has ", t.dim(), " dimensions, but codes has ", codes.dim());
     for (int64_t i = 0; i < codes.dim(); i++) {
-      const c10::SymInt want = i == axis ? (size + (group_size - 1)) / group_size : codes.sym_size(i);
+      const c10::SymInt want = i == axis ? groups_along(size, group_size) : codes.sym_size(i);
       TORCH_CHECK_VALUE(t.sym_size(i) == want, name, " has size ", t.sym_size(i), " at dimension ", i,
                         ", but codes of sizes ", codes.sym_sizes(), " with size ", size, " and group_size ", group_size,
                         " want ", want);

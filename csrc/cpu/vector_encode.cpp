@@ -9,6 +9,7 @@
 #include "hwy/highway.h"
 
 #if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_NEON
+#include "cpu/vector_decode-inl.h"
 #include "cpu/vector_dense-inl.h"
 #include "cpu/vector_record-inl.h"
 #endif
