@@ -39,21 +39,30 @@ HWY_INLINE VF load_scales(const RecordLayout& layout, const uint8_t* section, in
 struct DecodeScales {
   alignas(64) float scale[kMaxHeadDim];
   alignas(64) float zero[kMaxHeadDim];
-  bool plain;  // no value is NaN or Inf or leaves float16: rounding it takes no care
+  bool plain;  // all_plain
 };
+
+// Numbers below this need no care when they are rounded to 16 bits: none is NaN or Inf, none leaves float16.
+inline constexpr float kPlainLimit = 65000.0f;
+
+// True if all numbers that `count` (a multiple of kLanes) scales and zeros can give are of that kind.
+HWY_INLINE bool all_plain(const float* scale, const float* zero, int64_t count, int64_t bits) {
+  const VF levels = splat(static_cast<float>((1 << bits) - 1)), limit = splat(kPlainLimit);
+  MF plain = hn::Eq(limit, limit);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const VF reach = hn::MulAdd(hn::Abs(load_float(scale + i)), levels, hn::Abs(load_float(zero + i)));
+    plain = hn::And(plain, hn::Le(reach, limit));
+  }
+  return hn::AllTrue(DF(), plain);
+}
 
 HWY_INLINE void load_decode_scales(const RecordLayout& layout, const uint8_t* scale, const uint8_t* zero, int64_t count,
                                    int64_t bits, DecodeScales& out) {
-  const VF levels = splat(static_cast<float>((1 << bits) - 1)), limit = splat(65000.0f);
-  MF plain = hn::Eq(limit, limit);
-  const auto keep = [&](int64_t i, VF s, VF z) {
-    hn::Store(s, DF(), out.scale + i);
-    hn::Store(z, DF(), out.zero + i);
-    plain = hn::And(plain, hn::Le(hn::MulAdd(hn::Abs(s), levels, hn::Abs(z)), limit));
-  };
-  for (int64_t i = 0; i < count; i += kLanes) keep(i, load_scales(layout, scale, i), load_scales(layout, zero, i));
-  for (int64_t i = count; i % kSpan != 0; i += kLanes) keep(i, splat(0.0f), splat(0.0f));
-  out.plain = hn::AllTrue(DF(), plain);
+  for (int64_t i = 0; i < round_up(count, kSpan); i += kLanes) {
+    hn::Store(i < count ? load_scales(layout, scale, i) : splat(0.0f), DF(), out.scale + i);
+    hn::Store(i < count ? load_scales(layout, zero, i) : splat(0.0f), DF(), out.zero + i);
+  }
+  out.plain = all_plain(out.scale, out.zero, count, bits);
 }
 
 // Asks for the bytes [from, to) of the record that follows, a few lines with each token. It need not exist; at the end
@@ -115,7 +124,7 @@ HWY_INLINE void put(const hn::Vec<D> (&x)[kCount], D d, uint8_t* at, bool stream
   }
 }
 
-// Numbers rounded to 16 bits. kPlain: as in DecodeScales.
+// Numbers rounded to 16 bits. kPlain: as all_plain says.
 template <bool kPlain>
 HWY_INLINE hn::Vec<hn::Half<DH>> to_float16(VF x) {
   const hn::Rebind<hwy::float16_t, DF> dh;
@@ -184,6 +193,103 @@ HWY_INLINE void put_bits(const VU (&x)[kSpanVectors], uint8_t* at, bool stream) 
     put(halves, DH(), at, stream);
   }
 }
+
+// ---------------------------------------------------------------------------------------------- a group's numbers
+
+// Where all numbers that a group's codes stand for fit one vector they are looked up, else computed.
+#if HWY_TARGET == HWY_AVX3
+inline constexpr int kLookUpBits = 4;
+#elif HWY_TARGET == HWY_AVX2
+inline constexpr int kLookUpBits = 3;
+#else
+inline constexpr int kLookUpBits = 2;
+#endif
+
+// table[code]. The table repeats itself, so that it does not matter what stands above the code.
+template <int kBits>
+HWY_INLINE VU look_up(VU table, VU codes) {
+#if HWY_TARGET == HWY_AVX3
+  if constexpr (kBits > 2) return VU{_mm512_permutexvar_epi32(codes.raw, table.raw)};
+  return VU{_mm512_castps_si512(_mm512_permutevar_ps(_mm512_castsi512_ps(table.raw), codes.raw))};
+#elif HWY_TARGET == HWY_AVX2
+  if constexpr (kBits > 2) return VU{_mm256_permutevar8x32_epi32(table.raw, codes.raw)};
+  return VU{_mm256_castps_si256(_mm256_permutevar_ps(_mm256_castsi256_ps(table.raw), codes.raw))};
+#else
+  return hn::TableLookupLanes(table, hn::IndicesFromVec(DU(), hn::And(codes, hn::Set(DU(), 3u))));
+#endif
+}
+
+// The numbers of one group, from lanes with a code of kBits at the bottom and anything above it.
+template <Element kType, int kBits, bool kPlain>
+struct GroupNumbers {
+  static constexpr bool kLookUp = kBits <= kLookUpBits;
+
+  HWY_INLINE GroupNumbers(float s, float z)
+      : scale(splat(s)), zero(splat(z)), mask(hn::Set(DU(), (1u << kBits) - 1u)), table(mask) {
+    if constexpr (kLookUp) {
+      table = element_bits<kType, kPlain>(values_of(hn::And(hn::Iota(DU(), 0), mask), scale, zero));
+    }
+  }
+
+  // For `put` alone, which takes those of one span, of whichever groups.
+  HWY_INLINE VU of(VU codes) const {
+    if constexpr (kLookUp) return look_up<kBits>(table, codes);
+    return hn::BitCast(DU(), values_of(hn::And(codes, mask), scale, zero));
+  }
+  static HWY_INLINE void put(const VU (&x)[kSpanVectors], uint8_t* at, bool stream) {
+    if constexpr (kLookUp) {
+      put_bits<kType>(x, at, stream);
+    } else {
+      VF numbers[kSpanVectors];
+      KIVI_UNROLL
+      for (int n = 0; n < kSpanVectors; n++) numbers[n] = hn::BitCast(DF(), x[n]);
+      put_numbers<kType, kPlain>(numbers, at, stream);
+    }
+  }
+
+  VF scale, zero;
+  VU mask, table;
+};
+
+// The numbers that codes of up to 3 bits stand for, by channel, each with a scale and a zero of its own. For a 16-bit
+// type it is cheaper to round them all once and to choose by the bits of each code than to compute and round a number
+// for every code.
+template <int kBits>
+struct Choices {
+  template <Element kType, bool kPlain>
+  HWY_INLINE void fill(const float* scale, const float* zero, int64_t channels) {
+    for (int code = 0; code < 1 << kBits; code++) {
+      const VU codes = hn::Set(DU(), static_cast<uint32_t>(code));
+      const auto number = [&](int64_t c) { return values_of(codes, load_float(scale + c), load_float(zero + c)); };
+      for (int64_t c = 0; c < round_up(channels, kSpan); c += kHalfLanes) {
+        hn::Store(to_halves<kType, kPlain>(number(c), number(c + kLanes)), DH(), numbers[code] + c);
+      }
+    }
+  }
+
+  // Of kHalfLanes channels. The lowest bit of a code is the bit `mask` of `low`; the third, if there is one, is the bit
+  // `high_mask` of `high`.
+  HWY_INLINE VH choose(int64_t channel, VH low, VH mask, VH high, VH high_mask) const {
+    const auto number = [&](int code) { return hn::Load(DH(), numbers[code] + channel); };
+    const auto bit_0 = hn::TestBit(low, mask);
+    if constexpr (kBits == 1) {
+      return hn::IfThenElse(bit_0, number(1), number(0));
+    } else {
+      const auto bit_1 = hn::TestBit(low, hn::Add(mask, mask));
+      const auto of_four = [&](int base) {
+        const VH upper = hn::IfThenElse(bit_0, number(base + 3), number(base + 2));
+        return hn::IfThenElse(bit_1, upper, hn::IfThenElse(bit_0, number(base + 1), number(base)));
+      };
+      if constexpr (kBits == 2) {
+        return of_four(0);
+      } else {
+        return hn::IfThenElse(hn::TestBit(high, high_mask), of_four(4), of_four(0));
+      }
+    }
+  }
+
+  alignas(64) uint16_t numbers[1 << kBits][kMaxHeadDim];
+};
 
 // ---------------------------------------------------------------------------------------------- decoded keys
 
@@ -261,63 +367,26 @@ void compute_key_rows(const DecodeParams& p, const DecodeRows& rows, const Decod
   }
 }
 
-// Up to 3 bits have few values per channel. For a 16-bit type all of them are rounded once per record, and each code
-// chooses its own: cheaper than to compute and round a value for every token.
-template <int kBits>
-struct KeyChoices {
-  template <Element kType, bool kPlain>
-  HWY_INLINE void fill(const DecodeScales& scales, int64_t head_dim) {
-    for (int code = 0; code < 1 << kBits; code++) {
-      const VU codes = hn::Set(DU(), static_cast<uint32_t>(code));
-      const auto value = [&](int64_t c) {
-        return values_of(codes, hn::Load(DF(), scales.scale + c), hn::Load(DF(), scales.zero + c));
-      };
-      for (int64_t c = 0; c < round_up(head_dim, kSpan); c += kHalfLanes) {
-        hn::Store(to_halves<kType, kPlain>(value(c), value(c + kLanes)), DH(), values[code] + c);
-      }
-    }
-  }
-
-  // The values of kHalfLanes channels from channel `first` of the span on.
-  HWY_INLINE VH choose(const KeyWords& words, int64_t span, int first) const {
-    constexpr int kPlaneBits = kBits == 3 ? 2 : kBits;
-    const auto value = [&](int code) { return hn::Load(DH(), values[code] + span * kSpan + first); };
-    const VH low = hn::BitCast(DH(), spread_words<kPlaneBits, kHalfLanes>(words.plane[0], span, first));
-    const VH mask = hn::Load(DH(), kKeyPlaces<kPlaneBits>.mask + first);
-    const auto bit_0 = hn::TestBit(low, mask);
-    if constexpr (kBits == 1) {
-      return hn::IfThenElse(bit_0, value(1), value(0));
-    } else {
-      const auto bit_1 = hn::TestBit(low, hn::Add(mask, mask));
-      const auto of_four = [&](int base) {
-        const VH upper = hn::IfThenElse(bit_0, value(base + 3), value(base + 2));
-        return hn::IfThenElse(bit_1, upper, hn::IfThenElse(bit_0, value(base + 1), value(base)));
-      };
-      if constexpr (kBits == 2) {
-        return of_four(0);
-      } else {
-        const VH high = hn::BitCast(DH(), spread_words<1, kHalfLanes>(words.plane[1], span, first));
-        const auto bit_2 = hn::TestBit(high, hn::Load(DH(), kKeyPlaces<1>.mask + first));
-        return hn::IfThenElse(bit_2, of_four(4), of_four(0));
-      }
-    }
-  }
-
-  alignas(64) uint16_t values[1 << kBits][kMaxHeadDim];
-};
-
 template <Element kType, int kBits, bool kPlain>
 void choose_key_rows(const DecodeParams& p, const DecodeRows& rows, const DecodeScales& scales) {
   const NextRecord next(p, 0, p.layout->v_codes[0]);
-  KeyChoices<kBits> choices;
-  choices.template fill<kType, kPlain>(scales, p.format->head_dim);
+  constexpr int kPlaneBits = kBits == 3 ? 2 : kBits;
+  Choices<kBits> choices;
+  choices.template fill<kType, kPlain>(scales.scale, scales.zero, p.format->head_dim);
   for (int64_t i = 0; i < p.count; i++) {
     next.fetch(p.first + i);
     const KeyWords words(p, p.first + i);
     const auto span = [&](int64_t s, uint8_t* at, bool stream) {
       VH halves[kLineVectors];
       KIVI_UNROLL
-      for (int n = 0; n < kLineVectors; n++) halves[n] = choices.choose(words, s, n * kHalfLanes);
+      for (int n = 0; n < kLineVectors; n++) {
+        const int first = n * kHalfLanes;
+        const VU low = spread_words<kPlaneBits, kHalfLanes>(words.plane[0], s, first);
+        const VU high = kBits == 3 ? spread_words<1, kHalfLanes>(words.plane[1], s, first) : low;
+        halves[n] = choices.choose(s * kSpan + first, hn::BitCast(DH(), low),
+                                   hn::Load(DH(), kKeyPlaces<kPlaneBits>.mask + first), hn::BitCast(DH(), high),
+                                   hn::Load(DH(), kKeyPlaces<1>.mask + first));
+      }
       put(halves, DH(), at, stream);
     };
     store_row<kType>(p.format->head_dim, rows.row(i), rows.stream, span);
@@ -375,64 +444,27 @@ struct ValueCodes {
   VU low_place, high_place;
 };
 
-// All channels of a group share the few values of their token. They are looked up where one vector holds them all.
-#if HWY_TARGET == HWY_AVX3
-inline constexpr int kLookUpBits = 4;
-#elif HWY_TARGET == HWY_AVX2
-inline constexpr int kLookUpBits = 3;
-#else
-inline constexpr int kLookUpBits = 2;
-#endif
-
-// table[code]. The table repeats itself, so that it does not matter what stands above the code.
-template <int kBits>
-HWY_INLINE VU look_up(VU table, VU codes) {
-#if HWY_TARGET == HWY_AVX3
-  if constexpr (kBits > 2) return VU{_mm512_permutexvar_epi32(codes.raw, table.raw)};
-  return VU{_mm512_castps_si512(_mm512_permutevar_ps(_mm512_castsi512_ps(table.raw), codes.raw))};
-#elif HWY_TARGET == HWY_AVX2
-  if constexpr (kBits > 2) return VU{_mm256_permutevar8x32_epi32(table.raw, codes.raw)};
-  return VU{_mm256_castps_si256(_mm256_permutevar_ps(_mm256_castsi256_ps(table.raw), codes.raw))};
-#else
-  return hn::TableLookupLanes(table, hn::IndicesFromVec(DU(), hn::And(codes, hn::Set(DU(), 3u))));
-#endif
-}
-
 // kNarrow: a group is one line, so that the two lines of a span are of different groups.
 template <Element kType, int kBits, bool kPlain, bool kNarrow>
 void decode_value_rows(const DecodeParams& p, const DecodeRows& rows, const DecodeScales& scales) {
+  using Numbers = GroupNumbers<kType, kBits, kPlain>;
   constexpr int kGroupVectors = kNarrow ? kLineVectors : kSpanVectors;
   const NextRecord next(p, p.layout->v_codes[0], p.layout->bytes);
   const int64_t group = p.format->group_size;
-  const VU mask = hn::Set(DU(), (1u << kBits) - 1u);
-  const VU every_code = hn::And(hn::Iota(DU(), 0), mask);
   for (int64_t i = 0; i < p.count; i++) {
     const int64_t t = p.first + i;
     next.fetch(t);
     const ValueCodes<kBits> codes(p, t);
     const auto span = [&](int64_t s, uint8_t* at, bool stream) {
-      VU bits[kSpanVectors];
-      VF x[kSpanVectors];
+      VU x[kSpanVectors];
       KIVI_UNROLL
       for (int from = 0; from < kSpanVectors; from += kGroupVectors) {
         const int64_t scale_at = ((s * kSpan + from * kLanes) & -group) + t;
-        const VF scale = splat(scales.scale[scale_at]), zero = splat(scales.zero[scale_at]);
-        const VU table = element_bits<kType, kPlain>(values_of(every_code, scale, zero));
+        const Numbers numbers(scales.scale[scale_at], scales.zero[scale_at]);
         KIVI_UNROLL
-        for (int n = from; n < from + kGroupVectors; n++) {
-          const VU code = codes.at(s * kSpan + n * kLanes);
-          if constexpr (kBits <= kLookUpBits) {
-            bits[n] = look_up<kBits>(table, code);
-          } else {
-            x[n] = values_of(hn::And(code, mask), scale, zero);
-          }
-        }
+        for (int n = from; n < from + kGroupVectors; n++) x[n] = numbers.of(codes.at(s * kSpan + n * kLanes));
       }
-      if constexpr (kBits <= kLookUpBits) {
-        put_bits<kType>(bits, at, stream);
-      } else {
-        put_numbers<kType, kPlain>(x, at, stream);
-      }
+      Numbers::put(x, at, stream);
     };
     store_row<kType>(p.format->value_head_dim, rows.row(i), rows.stream, span);
   }
