@@ -129,7 +129,7 @@ TEST(Cache, ExactTokensAreExactAtEveryLength) {
   }
 }
 
-// C08: a group of one token would keep the keys exact. Scales of K[t] = t^2 over 16 tokens at 2 bits: 75 and 245.
+// C08: a group of one token would keep the keys exact. Scales of K[t] = t^2 over 16 tokens at 2 bits: 75 and 235.
 TEST(Cache, KeysAreQuantisedAlongTokens) {
   const at::Tensor t = at::arange(40, at::kFloat);
   const at::Tensor k = (t * t).view({1, 1, 40, 1}).expand({1, 1, 40, 8}), v = at::zeros({1, 1, 40, 8});
