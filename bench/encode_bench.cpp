@@ -157,11 +157,14 @@ class Records {
     return fits;
   }
   void decode(const Kernels& kernels, const Memory& records, Memory& k, Memory& v) const {
+    // As cache_dequantize does.
+    const bool stream = 2 * groups_ * kGroup * kDim * cpu::element_bytes(type_) >= cpu::kStreamBytes;
     for (int64_t g = 0; g < groups_; g++) {
       const int64_t from = g * kGroup * kDim;
       kernels.decode({&format_, &layout_, records.data() + g * layout_.bytes, 0, kGroup, at(k, type_, from),
-                      at(v, type_, from), kDim, kDim, type_});
+                      at(v, type_, from), kDim, kDim, type_, stream});
     }
+    cpu::flush_streams();
   }
   // The largest error in steps of the group: keys have groups of 32 tokens, values of 32 channels.
   double largest_error(const Memory& k, const Memory& v, const Memory& k_back, const Memory& v_back) const {

@@ -243,7 +243,8 @@ void cache_append_cpu(at::Tensor& pool, const at::Tensor& block_table, at::Tenso
 }
 
 // Dequantised tokens [first, last) of the quantised part (counted from the end of the sink) of one row and head.
-void decode_range(const CacheView& cache, int64_t b, int64_t h, int64_t first, int64_t last, char* k, char* v) {
+void decode_range(const CacheView& cache, int64_t b, int64_t h, int64_t first, int64_t last, char* k, char* v,
+                  bool stream) {
   const int64_t group = cache.format.group_size, size = cpu::element_bytes(cache.type);
   for (int64_t t = first; t < last;) {
     const int64_t in_group = t % group, count = std::min(group - in_group, last - t);
@@ -258,6 +259,7 @@ void decode_range(const CacheView& cache, int64_t b, int64_t h, int64_t first, i
     p.k_token_stride = cache.format.head_dim;
     p.v_token_stride = cache.format.value_head_dim;
     p.type = cache.type;
+    p.stream = stream;
     cpu::kernels().decode(p);
     k += count * cache.format.head_dim * size;
     v += count * cache.format.value_head_dim * size;
@@ -266,7 +268,7 @@ void decode_range(const CacheView& cache, int64_t b, int64_t h, int64_t first, i
 }
 
 // All tokens [0, length) of one row and head; zeros past the row's own length.
-void dequantize_row(const CacheView& cache, int64_t b, int64_t h, int64_t length, char* k, char* v) {
+void dequantize_row(const CacheView& cache, int64_t b, int64_t h, int64_t length, char* k, char* v, bool stream) {
   const size_t kb = cache.window_k.token_bytes, vb = cache.window_v.token_bytes;
   const int64_t n = std::min(length, cache.lengths[b]), sink = cache.format.sink_length, m = cache.quantized[b];
   const int64_t sinks = std::min(n, sink);
@@ -276,7 +278,7 @@ void dequantize_row(const CacheView& cache, int64_t b, int64_t h, int64_t length
   }
   const auto at = [](char* base, int64_t token, size_t bytes) { return base + token * static_cast<int64_t>(bytes); };
   const int64_t quantised = std::min(m, std::max<int64_t>(n - sink, 0));
-  decode_range(cache, b, h, 0, quantised, at(k, sink, kb), at(v, sink, vb));
+  decode_range(cache, b, h, 0, quantised, at(k, sink, kb), at(v, sink, vb), stream);
   for (int64_t t = m; t < n - sink; t++) {
     const int64_t slot = t % cache.capacity;
     std::memcpy(at(k, sink + t, kb), cache.window_k.at(b, h, slot), kb);
@@ -304,10 +306,12 @@ std::tuple<at::Tensor, at::Tensor> cache_dequantize_cpu(const at::Tensor& pool, 
   char* const v_data = static_cast<char*>(v.mutable_data_ptr());
   const int64_t k_row = length * static_cast<int64_t>(cache.window_k.token_bytes);
   const int64_t v_row = length * static_cast<int64_t>(cache.window_v.token_bytes);
+  const bool stream = cache.batch * heads * (k_row + v_row) >= cpu::kStreamBytes;
   at::parallel_for(0, cache.batch * heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
-      dequantize_row(cache, i / heads, i % heads, length, k_data + i * k_row, v_data + i * v_row);
+      dequantize_row(cache, i / heads, i % heads, length, k_data + i * k_row, v_data + i * v_row, stream);
     }
+    if (stream) cpu::flush_streams();
   });
   return {k, v};
 }
@@ -328,7 +332,8 @@ void cache_truncate_cpu(const at::Tensor& pool, const at::Tensor& block_table, a
       // The kept part of the group that is cut becomes exact: its dequantised values move into the window.
       const int64_t slot = whole % cache.capacity;
       for (int64_t h = 0; h < format.num_kv_heads; h++) {
-        decode_range(cache, b, h, whole, kept, cache.window_k.at(b, h, slot), cache.window_v.at(b, h, slot));
+        decode_range(cache, b, h, whole, kept, cache.window_k.at(b, h, slot), cache.window_v.at(b, h, slot),
+                     /*stream=*/false);
       }
       quantized_lengths.mutable_data_ptr<int64_t>()[b] = whole;
     }

@@ -17,7 +17,6 @@
 
 #include "cpu/codes.h"
 #include "cpu/vector_record-inl.h"
-#include "hwy/cache_control.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kivi::cpu {
@@ -65,14 +64,42 @@ HWY_INLINE void load_decode_scales(const RecordLayout& layout, const uint8_t* sc
   out.plain = all_plain(out.scale, out.zero, count, bits);
 }
 
+// ---------------------------------------------------------------------------------------------- decoded rows
+
+// One side of a record and of the output. Copies, since a store through uint8_t* may change what is not local.
+//
+// Past the caches 4096 tokens of 8 heads take 1.3 ms instead of 1.7 in float32, 0.8 instead of 1.0 in bfloat16 (Zen
+// 4).
+struct DecodeSide {
+  DecodeSide(const DecodeParams& p, void* out, int64_t token_stride, int64_t dim)
+      : layout(*p.layout),
+        record(p.record),
+        group(p.format->group_size),
+        head_dim(dim),
+        first(p.first),
+        count(p.count),
+        rows(static_cast<uint8_t*>(out)),
+        stride(token_stride * element_bytes(p.type)),
+        stream(p.stream && (reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(stride)) % kLineBytes == 0) {}
+  uint8_t* row(int64_t i) const { return rows + i * stride; }
+
+  RecordLayout layout;
+  const uint8_t* record;
+  int64_t group, head_dim;
+  int64_t first, count;  // tokens
+  uint8_t* rows;
+  int64_t stride;  // bytes
+  bool stream;
+};
+
 // Asks for the bytes [from, to) of the record that follows, a few lines with each token. It need not exist; at the end
 // of a head's part of a page another one comes next, and this is in vain.
 struct NextRecord {
-  HWY_INLINE NextRecord(const DecodeParams& p, int64_t from, int64_t to)
+  HWY_INLINE NextRecord(const DecodeSide& p, int64_t from, int64_t to)
       : first(p.record + from),
-        distance(p.layout->bytes),
+        distance(p.layout.bytes),
         bytes(to - from),
-        per_token(round_up(ceil_div(bytes, p.format->group_size), kLineBytes)) {}
+        per_token(round_up(ceil_div(bytes, p.group), kLineBytes)) {}
   HWY_INLINE void fetch(int64_t token) const {
     const int64_t end = std::min((token + 1) * per_token, bytes);
     for (int64_t i = token * per_token; i < end; i += kLineBytes) fetch_line(first + i, distance);
@@ -81,30 +108,14 @@ struct NextRecord {
   int64_t distance, bytes, per_token;
 };
 
-// ---------------------------------------------------------------------------------------------- decoded rows
-
-// The rows of one side of the output. Those that begin on a line are written past the caches: 4096 tokens of 8 heads
-// take 1.3 ms instead of 1.7 in float32, 0.8 instead of 1.0 in bfloat16 (Zen 4). Then hwy::FlushStream has to come
-// before another thread may read them.
-struct DecodeRows {
-  DecodeRows(void* rows, int64_t token_stride, Element type)
-      : first(static_cast<uint8_t*>(rows)),
-        stride(token_stride * element_bytes(type)),
-        stream((reinterpret_cast<uintptr_t>(rows) | static_cast<uintptr_t>(stride)) % kLineBytes == 0) {}
-  uint8_t* row(int64_t i) const { return first + i * stride; }
-
-  uint8_t* first;
-  int64_t stride;  // bytes
-  bool stream;
-};
-
 // A row from spans: span(s, at, stream) stores the 32 values of span s.
 template <Element kType, class Span>
-HWY_INLINE void store_row(int64_t head_dim, uint8_t* row, bool stream, const Span& span) {
+HWY_INLINE void store_row(const DecodeSide& p, int64_t i, const Span& span) {
   constexpr int64_t kSpanBytes = kSpan * element_bytes(kType);
-  const auto whole = static_cast<int64_t>(static_cast<uint64_t>(head_dim) / kSpan);
-  for (int64_t s = 0; s < whole; s++) span(s, row + s * kSpanBytes, stream);
-  const int64_t rest = head_dim & (kSpan - 1);
+  const auto whole = static_cast<int64_t>(static_cast<uint64_t>(p.head_dim) / kSpan);
+  uint8_t* row = p.row(i);
+  for (int64_t s = 0; s < whole; s++) span(s, row + s * kSpanBytes, p.stream);
+  const int64_t rest = p.head_dim & (kSpan - 1);
   if (rest == 0) return;
   alignas(64) uint8_t last[kSpanBytes];
   span(whole, last, false);
@@ -224,17 +235,31 @@ template <Element kType, int kBits, bool kPlain>
 struct GroupNumbers {
   static constexpr bool kLookUp = kBits <= kLookUpBits;
 
-  HWY_INLINE GroupNumbers(float s, float z)
-      : scale(splat(s)), zero(splat(z)), mask(hn::Set(DU(), (1u << kBits) - 1u)), table(mask) {
-    if constexpr (kLookUp) {
-      table = element_bits<kType, kPlain>(values_of(hn::And(hn::Iota(DU(), 0), mask), scale, zero));
+  HWY_INLINE GroupNumbers(float s, float z) : scale(splat(s)), zero(splat(z)), table(hn::Zero(DU())) {
+    if constexpr (kLookUp) table = bits_of_codes(scale, zero);
+  }
+  // With a table of fill_tables.
+  HWY_INLINE explicit GroupNumbers(const uint32_t* four)
+      : scale(splat(0.0f)), zero(scale), table(hn::LoadDup128(DU(), four)) {}
+
+  // The tables of `count` groups (a multiple of 4) for codes of up to 2 bits, [count][4]. A vector of several tables
+  // costs what one table does.
+  static HWY_INLINE void fill_tables(const float* scales, const float* zeros, int64_t count, uint32_t* tables) {
+    for (int64_t i = 0; i < count; i += 4) {
+      const VF s = hn::LoadDup128(DF(), scales + i), z = hn::LoadDup128(DF(), zeros + i);
+      KIVI_UNROLL
+      for (int n = 0; n < kLineVectors; n++) {
+        const auto group = hn::IndicesFromVec(DF(), hn::ShiftRight<2>(hn::Iota(DI(), n * kLanes)));
+        const VU bits = bits_of_codes(hn::TableLookupLanes(s, group), hn::TableLookupLanes(z, group));
+        hn::Store(bits, DU(), tables + 4 * i + n * kLanes);
+      }
     }
   }
 
   // For `put` alone, which takes those of one span, of whichever groups.
   HWY_INLINE VU of(VU codes) const {
     if constexpr (kLookUp) return look_up<kBits>(table, codes);
-    return hn::BitCast(DU(), values_of(hn::And(codes, mask), scale, zero));
+    return hn::BitCast(DU(), values_of(hn::And(codes, code_mask()), scale, zero));
   }
   static HWY_INLINE void put(const VU (&x)[kSpanVectors], uint8_t* at, bool stream) {
     if constexpr (kLookUp) {
@@ -247,8 +272,15 @@ struct GroupNumbers {
     }
   }
 
+ private:
+  static HWY_INLINE VU code_mask() { return hn::Set(DU(), (1u << kBits) - 1u); }
+  // Of the codes 0, 1 and so on, over and over.
+  static HWY_INLINE VU bits_of_codes(VF s, VF z) {
+    return element_bits<kType, kPlain>(values_of(hn::And(hn::Iota(DU(), 0), code_mask()), s, z));
+  }
+
   VF scale, zero;
-  VU mask, table;
+  VU table;
 };
 
 // The numbers that codes of up to 3 bits stand for, by channel, each with a scale and a zero of its own. For a 16-bit
@@ -295,11 +327,11 @@ struct Choices {
 
 // The words of one token in the two planes.
 struct KeyWords {
-  HWY_INLINE KeyWords(const DecodeParams& p, int64_t token) {
+  HWY_INLINE KeyWords(const DecodeSide& p, int64_t token) {
     const auto t = static_cast<uint64_t>(token);
     for (int s = 0; s < 2; s++) {
-      const int64_t line = static_cast<int64_t>(t / kLine) * p.layout->k_words[s];
-      plane[s] = p.record + p.layout->k_codes[s] + line * kLineBytes + t % kLine * 4;
+      const int64_t line = static_cast<int64_t>(t / kLine) * p.layout.k_words[s];
+      plane[s] = p.record + p.layout.k_codes[s] + line * kLineBytes + t % kLine * 4;
     }
   }
   const uint8_t* plane[2];
@@ -345,8 +377,8 @@ HWY_INLINE VU key_codes(const uint8_t* words, int64_t span, int first) {
 }
 
 template <Element kType, int kBits, bool kPlain>
-void compute_key_rows(const DecodeParams& p, const DecodeRows& rows, const DecodeScales& scales) {
-  const NextRecord next(p, 0, p.layout->v_codes[0]);
+void compute_key_rows(DecodeSide p, const DecodeScales& scales) {
+  const NextRecord next(p, 0, p.layout.v_codes[0]);
   for (int64_t i = 0; i < p.count; i++) {
     next.fetch(p.first + i);
     const KeyWords words(p, p.first + i);
@@ -363,16 +395,16 @@ void compute_key_rows(const DecodeParams& p, const DecodeRows& rows, const Decod
       }
       put_numbers<kType, kPlain>(x, at, stream);
     };
-    store_row<kType>(p.format->head_dim, rows.row(i), rows.stream, span);
+    store_row<kType>(p, i, span);
   }
 }
 
 template <Element kType, int kBits, bool kPlain>
-void choose_key_rows(const DecodeParams& p, const DecodeRows& rows, const DecodeScales& scales) {
-  const NextRecord next(p, 0, p.layout->v_codes[0]);
+void choose_key_rows(DecodeSide p, const DecodeScales& scales) {
+  const NextRecord next(p, 0, p.layout.v_codes[0]);
   constexpr int kPlaneBits = kBits == 3 ? 2 : kBits;
   Choices<kBits> choices;
-  choices.template fill<kType, kPlain>(scales.scale, scales.zero, p.format->head_dim);
+  choices.template fill<kType, kPlain>(scales.scale, scales.zero, p.head_dim);
   for (int64_t i = 0; i < p.count; i++) {
     next.fetch(p.first + i);
     const KeyWords words(p, p.first + i);
@@ -389,21 +421,21 @@ void choose_key_rows(const DecodeParams& p, const DecodeRows& rows, const Decode
       }
       put(halves, DH(), at, stream);
     };
-    store_row<kType>(p.format->head_dim, rows.row(i), rows.stream, span);
+    store_row<kType>(p, i, span);
   }
 }
 
 template <Element kType, int kBits>
-void decode_keys(const DecodeParams& p, const DecodeRows& rows) {
-  const RecordLayout& r = *p.layout;
+void decode_keys(const DecodeSide& p) {
+  const RecordLayout& r = p.layout;
   DecodeScales scales;
   load_decode_scales(r, p.record + r.k_scale, p.record + r.k_zero, r.k_channels, kBits, scales);
   if constexpr (kType == Element::kFloat32) {
-    compute_key_rows<kType, kBits, true>(p, rows, scales);
+    compute_key_rows<kType, kBits, true>(p, scales);
   } else if constexpr (kBits > 3) {
-    (scales.plain ? compute_key_rows<kType, kBits, true> : compute_key_rows<kType, kBits, false>)(p, rows, scales);
+    (scales.plain ? compute_key_rows<kType, kBits, true> : compute_key_rows<kType, kBits, false>)(p, scales);
   } else {
-    (scales.plain ? choose_key_rows<kType, kBits, true> : choose_key_rows<kType, kBits, false>)(p, rows, scales);
+    (scales.plain ? choose_key_rows<kType, kBits, true> : choose_key_rows<kType, kBits, false>)(p, scales);
   }
 }
 
@@ -414,7 +446,7 @@ template <int kBits>
 struct ValueCodes {
   static constexpr int kLowBits = kBits == 3 ? 2 : kBits;
 
-  HWY_INLINE ValueCodes(const DecodeParams& p, int64_t token)
+  HWY_INLINE ValueCodes(const DecodeSide& p, int64_t token)
       : low(words_of<kLowBits>(p, 0, token)),
         high(words_of<1>(p, 1, token)),
         low_place(place_of<kLowBits>(token)),
@@ -429,9 +461,9 @@ struct ValueCodes {
 
  private:
   template <int kPlaneBits>
-  static const uint32_t* words_of(const DecodeParams& p, int plane, int64_t token) {
+  static const uint32_t* words_of(const DecodeSide& p, int plane, int64_t token) {
     const auto word = static_cast<int64_t>(static_cast<uint64_t>(token) / (32 / kPlaneBits));
-    return reinterpret_cast<const uint32_t*>(p.record + p.layout->v_codes[plane]) + word * p.layout->v_channels;
+    return reinterpret_cast<const uint32_t*>(p.record + p.layout.v_codes[plane]) + word * p.layout.v_channels;
   }
   template <int kPlaneBits>
   static HWY_INLINE VU place_of(int64_t token) {
@@ -446,11 +478,23 @@ struct ValueCodes {
 
 // kNarrow: a group is one line, so that the two lines of a span are of different groups.
 template <Element kType, int kBits, bool kPlain, bool kNarrow>
-void decode_value_rows(const DecodeParams& p, const DecodeRows& rows, const DecodeScales& scales) {
+void decode_value_rows(DecodeSide p, const DecodeScales& scales) {
   using Numbers = GroupNumbers<kType, kBits, kPlain>;
   constexpr int kGroupVectors = kNarrow ? kLineVectors : kSpanVectors;
-  const NextRecord next(p, p.layout->v_codes[0], p.layout->bytes);
-  const int64_t group = p.format->group_size;
+  constexpr bool kTables = kType != Element::kFloat32 && kBits <= 2;
+  const NextRecord next(p, p.layout.v_codes[0], p.layout.bytes);
+  const int64_t group = p.group;
+  alignas(64) uint32_t tables[kTables ? 4 * kMaxHeadDim : 1];  // by group of channels and token
+  if constexpr (kTables) {
+    Numbers::fill_tables(scales.scale, scales.zero, round_up(p.layout.v_groups * group, kSpan), tables);
+  }
+  const auto numbers_of = [&](int64_t i) {
+    if constexpr (kTables) {
+      return Numbers(tables + 4 * i);
+    } else {
+      return Numbers(scales.scale[i], scales.zero[i]);
+    }
+  };
   for (int64_t i = 0; i < p.count; i++) {
     const int64_t t = p.first + i;
     next.fetch(t);
@@ -459,78 +503,77 @@ void decode_value_rows(const DecodeParams& p, const DecodeRows& rows, const Deco
       VU x[kSpanVectors];
       KIVI_UNROLL
       for (int from = 0; from < kSpanVectors; from += kGroupVectors) {
-        const int64_t scale_at = ((s * kSpan + from * kLanes) & -group) + t;
-        const Numbers numbers(scales.scale[scale_at], scales.zero[scale_at]);
+        const Numbers numbers = numbers_of(((s * kSpan + from * kLanes) & -group) + t);
         KIVI_UNROLL
         for (int n = from; n < from + kGroupVectors; n++) x[n] = numbers.of(codes.at(s * kSpan + n * kLanes));
       }
       Numbers::put(x, at, stream);
     };
-    store_row<kType>(p.format->value_head_dim, rows.row(i), rows.stream, span);
+    store_row<kType>(p, i, span);
   }
 }
 
 template <Element kType, int kBits, bool kPlain>
-void decode_values_as(const DecodeParams& p, const DecodeRows& rows, const DecodeScales& scales) {
-  if (p.format->group_size == kLine) {
-    decode_value_rows<kType, kBits, kPlain, true>(p, rows, scales);
+void decode_values_as(const DecodeSide& p, const DecodeScales& scales) {
+  if (p.group == kLine) {
+    decode_value_rows<kType, kBits, kPlain, true>(p, scales);
   } else {
-    decode_value_rows<kType, kBits, kPlain, false>(p, rows, scales);
+    decode_value_rows<kType, kBits, kPlain, false>(p, scales);
   }
 }
 
 template <Element kType, int kBits>
-void decode_values(const DecodeParams& p, const DecodeRows& rows) {
-  const RecordLayout& r = *p.layout;
+void decode_values(const DecodeSide& p) {
+  const RecordLayout& r = p.layout;
   DecodeScales scales;
-  load_decode_scales(r, p.record + r.v_scale, p.record + r.v_zero, r.v_groups * p.format->group_size, kBits, scales);
+  load_decode_scales(r, p.record + r.v_scale, p.record + r.v_zero, r.v_groups * p.group, kBits, scales);
   if constexpr (kType == Element::kFloat32) {
-    decode_values_as<kType, kBits, true>(p, rows, scales);
+    decode_values_as<kType, kBits, true>(p, scales);
   } else {
-    (scales.plain ? decode_values_as<kType, kBits, true> : decode_values_as<kType, kBits, false>)(p, rows, scales);
+    (scales.plain ? decode_values_as<kType, kBits, true> : decode_values_as<kType, kBits, false>)(p, scales);
   }
 }
 
 // ---------------------------------------------------------------------------------------------- a decoded record
 
 template <Element kType>
-void decode_keys_of_bits(const DecodeParams& p, const DecodeRows& rows) {
-  switch (p.format->k_bits) {
+void decode_keys_of_bits(int64_t bits, const DecodeSide& p) {
+  switch (bits) {
     case 1:
-      return decode_keys<kType, 1>(p, rows);
+      return decode_keys<kType, 1>(p);
     case 2:
-      return decode_keys<kType, 2>(p, rows);
+      return decode_keys<kType, 2>(p);
     case 3:
-      return decode_keys<kType, 3>(p, rows);
+      return decode_keys<kType, 3>(p);
     case 4:
-      return decode_keys<kType, 4>(p, rows);
+      return decode_keys<kType, 4>(p);
     default:
-      return decode_keys<kType, 8>(p, rows);
+      return decode_keys<kType, 8>(p);
   }
 }
 
 template <Element kType>
-void decode_values_of_bits(const DecodeParams& p, const DecodeRows& rows) {
-  switch (p.format->v_bits) {
+void decode_values_of_bits(int64_t bits, const DecodeSide& p) {
+  switch (bits) {
     case 1:
-      return decode_values<kType, 1>(p, rows);
+      return decode_values<kType, 1>(p);
     case 2:
-      return decode_values<kType, 2>(p, rows);
+      return decode_values<kType, 2>(p);
     case 3:
-      return decode_values<kType, 3>(p, rows);
+      return decode_values<kType, 3>(p);
     case 4:
-      return decode_values<kType, 4>(p, rows);
+      return decode_values<kType, 4>(p);
     default:
-      return decode_values<kType, 8>(p, rows);
+      return decode_values<kType, 8>(p);
   }
 }
 
 template <Element kType>
 void decode_as(const DecodeParams& p) {
-  const DecodeRows k(p.k, p.k_token_stride, kType), v(p.v, p.v_token_stride, kType);
-  if (p.k != nullptr) decode_keys_of_bits<kType>(p, k);
-  if (p.v != nullptr) decode_values_of_bits<kType>(p, v);
-  if (k.stream || v.stream) hwy::FlushStream();
+  const Format& f = *p.format;
+  const DecodeSide k(p, p.k, p.k_token_stride, f.head_dim), v(p, p.v, p.v_token_stride, f.value_head_dim);
+  if (p.k != nullptr) decode_keys_of_bits<kType>(f.k_bits, k);
+  if (p.v != nullptr) decode_values_of_bits<kType>(f.v_bits, v);
 }
 
 void decode(const DecodeParams& p) {

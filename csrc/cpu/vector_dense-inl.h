@@ -148,10 +148,6 @@ HWY_INLINE void quantize_row(const QuantizeParams& p, int64_t o) {
 //
 // As records are decoded (vector_record-inl.h): spans of 32 numbers, each row written from end to end before the next.
 
-// An output of this size or more is written past the caches, which are little larger. (8 MB written and read back take
-// 0.27 ms, past the caches 0.50; 34 MB take 6.9 ms, past the caches 3.0. Zen 4.)
-inline constexpr int64_t kStreamBytes = int64_t{1} << 24;
-
 // Where the codes of kLanes numbers stand in their bits: from the first of them, or from the byte that a code begins
 // in.
 template <int kBits>
@@ -401,7 +397,7 @@ void dequantize_of_bits(const DequantizeParams& p, int64_t begin, int64_t end) {
     }
     unit += units;
   }
-  if (stream) hwy::FlushStream();
+  if (stream) flush_streams();
 }
 
 template <Element kType>

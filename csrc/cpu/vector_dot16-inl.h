@@ -155,6 +155,7 @@ HWY_NOINLINE void dot_int16(const DotShape& where, const uint8_t* codes, const v
         if (fetches > 0) fetch_lines<kPassFetch>(next, last);
         KIVI_UNROLL
         for (int word = 0; word < U::kWords; word++, word_at += shape.word_stride) {
+          // The word of the next line of channels into L1: the words of one line are too far apart for the hardware.
           if constexpr (!kKeys) __builtin_prefetch(word_at + kLineBytes, 0, 3);
           KIVI_UNROLL
           for (int byte = 0; byte < 2; byte++) {

@@ -6,6 +6,7 @@
 #include "hwy/foreach_target.h"
 // After it, because it defines HWY_TARGET.
 #include "cpu/vector.h"
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 
 #if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_NEON
@@ -48,6 +49,8 @@ QuantizeFn vector_quantize(Isa isa) { return KIVI_CHOOSE(quantize); }
 DequantizeFn vector_dequantize(Isa isa) { return KIVI_CHOOSE(dequantize); }
 
 #undef KIVI_CHOOSE
+
+void flush_streams() { hwy::FlushStream(); }
 
 }  // namespace kivi::cpu
 #endif  // HWY_ONCE

@@ -58,14 +58,14 @@ class Encode : public IsaTest {
   // Tokens [first, first + count) by this table and by the scalar one. Rows are a multiple of 64 bytes apart; the first
   // begins `offset` elements after a line.
   void check_against_scalar(const Format& f, const Record& record, Element type, int64_t first, int64_t count,
-                            int64_t offset) {
+                            int64_t offset, bool stream) {
     const RecordLayout layout = record_layout(f);
     const int64_t size = element_bytes(type), stride = round_up(f.head_dim, 32);
     const int64_t values = offset + count * stride;
     Record got_k(values * size), got_v(values * size), want_k(values * size), want_v(values * size);
     const auto decode_into = [&](const Kernels& kernels, Record& k, Record& v) {
       kernels.decode({&f, &layout, record.data(), first, count, k.data() + offset * size, v.data() + offset * size,
-                      stride, stride, type});
+                      stride, stride, type, stream});
     };
     decode_into(kernels(), got_k, got_v);
     decode_into(scalar(), want_k, want_v);
@@ -290,7 +290,9 @@ TEST_P(Encode, DecodeEqualsTheScalarKernel) {
             for (const Element element : kElements) {
               const int64_t first = random.below(group), count = 1 + random.below(group - first);
               for (const int64_t offset : {0, 1}) {  // elements, of the first row from a line
-                check_against_scalar(f, record, element, first, count, offset);
+                for (const bool stream : {false, true}) {
+                  check_against_scalar(f, record, element, first, count, offset, stream);
+                }
               }
             }
           }

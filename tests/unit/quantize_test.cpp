@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "isa.h"
@@ -122,6 +123,49 @@ class Quantize : public IsaTest {
     kernels().dequantize(p, 0, s.outer * ceil_div(s.inner, kInnerBlock));
     return out;
   }
+
+  // Units [0, middle) and the rest by this table, all by the scalar one: the same to the bit, NaN for NaN.
+  void check_dequantize(DequantizeParams p, int64_t middle) {
+    const int64_t units = p.outer * ceil_div(p.inner, kInnerBlock), size = element_bytes(p.type);
+    const int64_t count = p.outer * p.n * p.inner;
+    const int64_t bytes = count * size;
+    if (bytes <= 0) return;
+    Record got(bytes), want(bytes);
+    p.out = got.data();
+    kernels().dequantize(p, 0, middle);
+    kernels().dequantize(p, middle, units);
+    p.out = want.data();
+    scalar().dequantize(p, 0, units);
+    EXPECT_TRUE(got.guard_intact());
+    if (std::memcmp(got.data(), want.data(), static_cast<size_t>(bytes)) == 0) return;
+    for (int64_t i = 0; i < count; i++) {
+      const bool same = std::memcmp(got.data() + i * size, want.data() + i * size, static_cast<size_t>(size)) == 0;
+      const float a = load_element(got.data(), p.type, i), b = load_element(want.data(), p.type, i);
+      ASSERT_TRUE(same || (std::isnan(a) && std::isnan(b)))
+          << p.outer << "x" << p.n << "x" << p.inner << " bits " << p.bits << " group " << p.group_size << " "
+          << element_name(p.type) << " at " << i << ": " << a << ", not " << b;
+    }
+  }
+
+  // Contiguous codes, scales and zeros.
+  struct Packed {
+    Packed(const Shape& s, int64_t bits, int64_t group) {
+      const int64_t groups = ceil_div(s.n, group), bytes = (s.n * bits + 7) / 8;
+      codes.resize(static_cast<size_t>(s.outer * bytes * s.inner));
+      scale.resize(static_cast<size_t>(s.outer * groups * s.inner)), zero = scale;
+      p.outer = s.outer, p.n = s.n, p.inner = s.inner, p.bits = bits, p.group_size = group;
+      p.codes = codes.data(), p.scale = scale.data(), p.zero = zero.data();
+      p.codes_strides[0] = bytes * s.inner, p.codes_strides[1] = s.inner, p.codes_strides[2] = 1;
+      p.scale_strides[0] = p.zero_strides[0] = groups * s.inner;
+      p.scale_strides[1] = p.zero_strides[1] = s.inner;
+      p.scale_strides[2] = p.zero_strides[2] = 1;
+    }
+    Packed(const Packed&) = delete;
+    Packed& operator=(const Packed&) = delete;
+    std::vector<uint8_t> codes;
+    std::vector<float> scale, zero;
+    DequantizeParams p{};
+  };
 };
 
 constexpr Shape kShapes[] = {{1, 1, 1},   {3, 32, 1},  {2, 33, 1},  {5, 128, 1},  {1, 32, 4},  {2, 64, 16},
@@ -390,6 +434,47 @@ TEST_P(Quantize, DequantizeOddScales) {
   EXPECT_EQ(half.get(3), 60000.0f);
   q.scale = {50000.0f};
   EXPECT_EQ(dequantize(s, 2, 16, q, Element::kFloat16).get(3), 65504.0f);  // 90000 is not infinity
+}
+
+// Scales and zeros that quantize never gives, codes at random, every way in which rows and columns come, units in any
+// division.
+TEST_P(Quantize, DequantizeEqualsTheScalarKernel) {
+  const Shape shapes[] = {{3, 128, 1}, {2, 200, 1}, {5, 37, 1},   {2, 40, 16},  {1, 64, 32},  {2, 40, 47},
+                          {1, 33, 64}, {2, 50, 80}, {1, 40, 128}, {2, 35, 200}, {1, 20, 1100}};
+  const float wild_values[] = {kNaN, kInf, -kInf, 3e38f, 65504.0f, -70000.0f, 1e-40f};
+  for (const Shape& s : shapes) {
+    for (const int64_t bits : kBitWidths) {
+      for (const int64_t group : {1, 3, 16, 24, 32, 64, 1000}) {
+        for (const bool wild : {false, true}) {
+          Random random(static_cast<uint32_t>(s.n + bits + group));
+          Packed x(s, bits, group);
+          for (uint8_t& c : x.codes) c = static_cast<uint8_t>(random.below(256));
+          for (std::vector<float>* numbers : {&x.scale, &x.zero}) {
+            for (float& f : *numbers) f = wild && random.below(8) == 0 ? wild_values[random.below(7)] : random.normal();
+          }
+          for (const Element type : kElements) {
+            x.p.type = type;
+            check_dequantize(x.p, random.below(s.outer * ceil_div(s.inner, kInnerBlock) + 1));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Outputs larger than most caches, which vectors write past them.
+TEST_P(Quantize, DequantizeLarge) {
+  for (const Shape& s : {Shape{1, 4200, 1024}, Shape{65000, 136, 1}, Shape{66000, 128, 1}}) {
+    Random random(1);
+    Packed x(s, 2, 32);
+    for (uint8_t& c : x.codes) c = static_cast<uint8_t>(random.below(256));
+    for (float& f : x.scale) f = static_cast<float>(random.below(1000));
+    for (float& f : x.zero) f = static_cast<float>(random.below(1000));
+    for (const Element type : {Element::kFloat32, Element::kBFloat16}) {
+      x.p.type = type;
+      check_dequantize(x.p, 7);
+    }
+  }
 }
 
 KIVI_TEST_EVERY_ISA(Quantize);
