@@ -29,21 +29,9 @@ inline ::testing::Environment* const kAskedInstructionSet =
 
 inline CacheOptions case_options(int64_t heads, int64_t dim, int64_t group, int64_t residual, int64_t sink = 0,
                                  int64_t k_bits = 2, int64_t v_bits = 2) {
-  CacheOptions o;
-  o.num_kv_heads = heads;
-  o.head_dim = dim;
-  o.group_size = group;
-  o.residual_length = residual;
-  o.sink_length = sink;
-  o.k_bits = k_bits;
-  o.v_bits = v_bits;
+  CacheOptions o = options_of(heads, dim, group, residual, sink, k_bits, v_bits);
   o.precision = "exact";
   return o;
-}
-
-// Tokens [first, last) of both.
-inline void append_range(KVCache& cache, const at::Tensor& k, const at::Tensor& v, int64_t first, int64_t last) {
-  cache.append(k.narrow(2, first, last - first), v.narrow(2, first, last - first));
 }
 
 inline const std::vector<at::ScalarType> kTypes = {at::kFloat, at::kHalf, at::kBFloat16};

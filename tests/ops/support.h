@@ -33,6 +33,24 @@ inline at::Tensor floats(const std::vector<double>& values, at::ScalarType type 
   return at::tensor(values, at::TensorOptions().dtype(at::kDouble)).to(type);
 }
 
+inline CacheOptions options_of(int64_t heads, int64_t dim, int64_t group, int64_t residual, int64_t sink,
+                               int64_t k_bits = 2, int64_t v_bits = 2) {
+  CacheOptions o;
+  o.num_kv_heads = heads;
+  o.head_dim = dim;
+  o.group_size = group;
+  o.residual_length = residual;
+  o.sink_length = sink;
+  o.k_bits = k_bits;
+  o.v_bits = v_bits;
+  return o;
+}
+
+// Tokens [first, last) of both.
+inline void append_range(KVCache& cache, const at::Tensor& k, const at::Tensor& v, int64_t first, int64_t last) {
+  cache.append(k.narrow(2, first, last - first), v.narrow(2, first, last - first));
+}
+
 // Same dtype, sizes and bytes: NaN equals NaN, 0 does not equal -0.
 inline ::testing::AssertionResult same_bits(const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type()) {

@@ -1,0 +1,150 @@
+// The saved form of kivi::KVCache: it holds what is held, and no more; what was tampered with is refused.
+#include "tests/ops/model.h"
+
+namespace kivi::test {
+namespace {
+
+// ---------------------------------------------------------------------------------------------- saved form
+
+// C22
+TEST(State, RoundTripAndTenMoreTokens) {
+  for (int64_t k_bits : kAllBits) {
+    for (int64_t v_bits : {2, 3}) {
+      const CacheOptions o = options_of(2, 12, 16, 8, 4, k_bits, v_bits);
+      for (int64_t tokens : {0, 1, 4, 5, 7, 8, 9, 27, 28, 29, 37, 170}) {
+        const at::Tensor k = randn({2, 2, tokens + 10, 12}, 82), v = randn({2, 2, tokens + 10, 12}, 83);
+        KVCache cache(o);
+        append_range(cache, k, v, 0, tokens);
+        const auto loaded = KVCache::from_state(cache.state());
+        ASSERT_TRUE(same_state(loaded->state(), cache.state())) << tokens;
+        ASSERT_EQ(loaded->length(), tokens);
+        for (int64_t t = tokens; t < tokens + 10; t++) {
+          append_range(cache, k, v, t, t + 1);
+          append_range(*loaded, k, v, t, t + 1);
+        }
+        ASSERT_TRUE(same_state(loaded->state(), cache.state())) << tokens;
+        ASSERT_TRUE(same_bits(std::get<0>(loaded->dequantize()), std::get<0>(cache.dequantize())));
+      }
+    }
+  }
+}
+
+TEST(State, RoundTripAfterReorderTruncateAndRaggedRows) {
+  CacheOptions o = options_of(2, 12, 16, 8, 4);
+  o.precision = "exact";
+  o.range_search = true;
+  o.value_head_dim = 20;
+  const at::Tensor k = randn({3, 2, 300, 12}, 84, at::kHalf), v = randn({3, 2, 300, 20}, 85, at::kHalf);
+  KVCache cache(o);
+  cache.append(k, v, longs({300, 17, 150}));
+  cache.select(longs({0, 2, 2, 1, 0}));
+  cache.truncate(141);
+  const at::Tensor kn = randn({5, 2, 9, 12}, 86, at::kHalf), vn = randn({5, 2, 9, 20}, 87, at::kHalf);
+  cache.append(kn, vn, longs({9, 1, 0, 3, 9}));
+  const auto loaded = KVCache::from_state(cache.state());
+  EXPECT_TRUE(same_state(loaded->state(), cache.state()));
+  EXPECT_EQ(loaded->options().precision, "exact");
+  EXPECT_TRUE(loaded->options().range_search);
+  for (int i = 0; i < 40; i++) {
+    cache.append(kn.narrow(2, i % 9, 1), vn.narrow(2, i % 9, 1));
+    loaded->append(kn.narrow(2, i % 9, 1), vn.narrow(2, i % 9, 1));
+  }
+  EXPECT_TRUE(same_state(loaded->state(), cache.state()));
+}
+
+TEST(State, HoldsWhatIsHeldAndSharesNothing) {
+  const at::Tensor k = randn({1, 2, 2000, 32}, 88);
+  KVCache cache(options_of(2, 32, 32, 32, 4));
+  for (int64_t t = 0; t < 2000; t += 100) append_range(cache, k, k, t, t + 100);
+  cache.truncate(300);
+  const auto state = cache.state();
+  int64_t bytes = 0;
+  for (const at::Tensor& t : std::get<2>(state)) bytes += static_cast<int64_t>(t.storage().nbytes());
+  EXPECT_LT(bytes, cache.nbytes() / 3);
+  const auto loaded = KVCache::from_state(state);
+  for (const at::Tensor& t : std::get<2>(state)) t.zero_();
+  EXPECT_TRUE(same_state(loaded->state(), cache.state()));
+}
+
+// Sizes that no other bit width shares.
+KVCache::State sample_state() {
+  CacheOptions o = options_of(2, 64, 32, 8, 4);
+  o.value_head_dim = 48;
+  KVCache cache(o);
+  cache.append(randn({1, 2, 175, 64}, 89), randn({1, 2, 175, 48}, 90));
+  return cache.state();
+}
+
+TEST(State, TamperedTensorsAreRefused) {
+  const KVCache::State good = sample_state();
+  ASSERT_TRUE(same_state(KVCache::from_state(good)->state(), good));
+  const size_t count = std::get<2>(good).size();
+  ASSERT_EQ(count, 6u);
+  for (size_t i = 0; i < count; i++) {
+    const at::Tensor t = std::get<2>(good)[i];
+    std::vector<at::Tensor> wrong = {at::Tensor(),
+                                     t.to(at::kDouble),
+                                     t.to(t.scalar_type() == at::kInt ? at::kLong : at::kShort),
+                                     t.narrow(0, 0, 0),
+                                     at::cat({t, t}, 0),
+                                     t.unsqueeze(0),
+                                     t.flatten(),
+                                     t.narrow(t.dim() - 1, 0, t.size(-1) - 1),
+                                     at::empty(t.sizes(), t.options().device(at::kMeta))};
+    for (size_t w = 0; w < wrong.size(); w++) {
+      KVCache::State bad = good;
+      std::get<2>(bad)[i] = wrong[w];
+      SCOPED_TRACE("tensor " + std::to_string(i) + ", change " + std::to_string(w));
+      expect_error([&] { KVCache::from_state(bad); }, {"saved KVCache"});
+    }
+    KVCache::State strided = good;
+    std::get<2>(strided)[i] = t.transpose(0, t.dim() - 1).contiguous().transpose(0, t.dim() - 1);
+    EXPECT_TRUE(same_state(KVCache::from_state(strided)->state(), good)) << "strides of tensor " << i;
+  }
+  for (size_t keep = 0; keep < count; keep++) {
+    KVCache::State bad = good;
+    std::get<2>(bad).resize(keep);
+    expect_error([&] { KVCache::from_state(bad); }, {"saved KVCache", "tensors"});
+  }
+  KVCache::State bad = good;
+  std::get<2>(bad).push_back(at::zeros({1}));
+  expect_error([&] { KVCache::from_state(bad); }, {"saved KVCache", "tensors"});
+  for (int32_t page : {-1, 2, 1 << 30}) {
+    bad = good;
+    std::get<2>(bad)[1] = std::get<2>(good)[1].clone();
+    std::get<2>(bad)[1][0][1] = page;
+    expect_error([&] { KVCache::from_state(bad); }, {"block_table", std::to_string(page)});
+  }
+}
+
+TEST(State, TamperedIntegersAreRefused) {
+  const KVCache::State good = sample_state();
+  const auto& ints = std::get<1>(good);
+  ASSERT_EQ(ints.size(), 17u);
+  for (size_t i = 0; i < ints.size(); i++) {
+    for (int64_t value : {ints[i] + 1, ints[i] - 1, ints[i] + 16, ints[i] * 2 + 3, int64_t{-1000}, int64_t{1} << 62,
+                          std::numeric_limits<int64_t>::min()}) {
+      if (i == 11 && value > 0 && value < 1000) continue;   // residual_length: another one fits the same tokens
+      if (i == 14 && (value == 0 || value == 1)) continue;  // range_search: about groups to come
+      if (i == 1 && (value == 0 || value == 1)) continue;   // precision
+      KVCache::State bad = good;
+      std::get<1>(bad)[i] = value;
+      SCOPED_TRACE("integer " + std::to_string(i) + " is " + std::to_string(value));
+      expect_error([&] { KVCache::from_state(bad); }, {});
+    }
+  }
+  for (size_t keep = 0; keep < ints.size(); keep++) {
+    KVCache::State bad = good;
+    std::get<1>(bad).resize(keep);
+    expect_error([&] { KVCache::from_state(bad); }, {"saved KVCache"});
+  }
+  KVCache::State bad = good;
+  std::get<0>(bad) = "another class";
+  expect_error([&] { KVCache::from_state(bad); }, {"another class", "kivi.KVCache"});
+  bad = good;
+  std::get<1>(bad)[0] = 2;
+  expect_error([&] { KVCache::from_state(bad); }, {"version", "2", "1"});
+}
+
+}  // namespace
+}  // namespace kivi::test
