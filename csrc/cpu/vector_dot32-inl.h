@@ -171,11 +171,10 @@ HWY_NOINLINE void dot_fp32(const DotShape& shape, const uint8_t* codes, const vo
   const DF df;
   const DU du;
   const UnitSteps<kBits, kRows> steps(shape);
-  if (steps.units < 1) __builtin_unreachable();  // or compilers see `stored` read before it is written
   // In registers where there are enough of them.
   constexpr bool kTotalInRegisters = HWY_TARGET == HWY_AVX3;
   VF total[kRows][kLineVectors];
-  alignas(64) float stored[kRows][kLine];
+  alignas(64) float stored[kRows][kLine] = {};  // written before it is read, which not every compiler sees
   for (int64_t line = 0; line < shape.lines; line++) {
     bool first = true;
     KIVI_UNROLL
