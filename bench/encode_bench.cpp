@@ -130,7 +130,7 @@ struct RecordCase {
   Format format() const {
     Format f;
     f.num_kv_heads = kHeads, f.head_dim = f.value_head_dim = kDim, f.k_bits = f.v_bits = bits;
-    f.group_size = kGroup, f.range_search = search;
+    f.group_size = kGroup, f.k_search = f.v_search = search ? kNarrowSearch : RangeSearch();
     return f;
   }
   std::string name(const char* what) const {

@@ -4,28 +4,41 @@
 namespace kivi {
 
 std::vector<int64_t> format_to_ints(const Format& f) {
-  return {kFormatVersion,
-          f.num_kv_heads,
-          f.head_dim,
-          f.value_head_dim,
-          f.k_bits,
-          f.v_bits,
-          f.group_size,
-          f.residual_length,
-          f.sink_length,
-          static_cast<int64_t>(f.scale_type),
-          f.range_search ? 1 : 0};
+  std::vector<int64_t> ints = {kFormatVersion,
+                               f.num_kv_heads,
+                               f.head_dim,
+                               f.value_head_dim,
+                               f.k_bits,
+                               f.v_bits,
+                               f.group_size,
+                               f.residual_length,
+                               f.sink_length,
+                               static_cast<int64_t>(f.scale_type),
+                               f.k_bias_correction ? 1 : 0,
+                               f.v_gain_correction ? 1 : 0,
+                               f.v_group_size,
+                               f.v_symmetric ? 1 : 0,
+                               f.v_rotated ? 1 : 0};
+  for (const RangeSearch* search : {&f.k_search, &f.v_search}) {
+    ints.push_back(search->count);
+    ints.insert(ints.end(), search->thousandths, search->thousandths + search->count);
+  }
+  return ints;
 }
 
 Format format_from_ints(at::IntArrayRef ints) {
-  constexpr size_t kFields = 11;
-  TORCH_CHECK_VALUE(ints.size() == kFields, "format must have ", kFields, " integers (see cache_format), got ",
-                    ints.size());
-  TORCH_CHECK_VALUE(ints[0] == kFormatVersion, "format has version ", ints[0], ", but this library reads version ",
-                    kFormatVersion);
-  TORCH_CHECK_VALUE(ints[9] == 16 || ints[9] == 32 || ints[9] == 48,
-                    "format: scale_type must be 16 (float16), 32 (float32) or 48 (widened), got ", ints[9]);
-  TORCH_CHECK_VALUE(ints[10] == 0 || ints[10] == 1, "format: range_search must be 0 or 1, got ", ints[10]);
+  constexpr size_t kFixed = 15;
+  TORCH_CHECK_VALUE(!ints.empty() && ints[0] == kFormatVersion, "format has version ", ints.empty() ? 0 : ints[0],
+                    ", but this library reads version ", kFormatVersion);
+  TORCH_CHECK_VALUE(ints.size() >= kFixed + 2, "format must have at least ", kFixed + 2,
+                    " integers (see cache_format), got ", ints.size());
+  const auto flag = [&](size_t i, const char* name) {
+    TORCH_CHECK_VALUE(ints[i] == 0 || ints[i] == 1, "format: ", name, " must be 0 or 1, got ", ints[i]);
+    return ints[i] == 1;
+  };
+  TORCH_CHECK_VALUE(ints[9] >= 0 && ints[9] < 256 && is_scale_type(static_cast<ScaleType>(ints[9])),
+                    "format: scale_type must be 8 (float8), 16 (float16), 32 (float32), 40 or 48 (widened), got ",
+                    ints[9]);
   Format f;
   f.num_kv_heads = ints[1];
   f.head_dim = ints[2];
@@ -36,9 +49,39 @@ Format format_from_ints(at::IntArrayRef ints) {
   f.residual_length = ints[7];
   f.sink_length = ints[8];
   f.scale_type = static_cast<ScaleType>(ints[9]);
-  f.range_search = ints[10] == 1;
+  f.k_bias_correction = flag(10, "k_bias_correction");
+  f.v_gain_correction = flag(11, "v_gain_correction");
+  f.v_group_size = ints[12];
+  f.v_symmetric = flag(13, "v_symmetric");
+  f.v_rotated = flag(14, "v_rotated");
+  size_t at = kFixed;
+  for (RangeSearch* search : {&f.k_search, &f.v_search}) {
+    const int64_t count = at < ints.size() ? ints[at++] : -1;
+    TORCH_CHECK_VALUE(count >= 0 && count <= RangeSearch::kMax && static_cast<size_t>(count) <= ints.size() - at,
+                      "format: a range search must have 0 to ", RangeSearch::kMax, " parts, got ", count, " of ",
+                      ints.size() - at, " integers left");
+    for (; search->count < count; search->count++) {
+      TORCH_CHECK_VALUE(ints[at] >= 1 && ints[at] <= 1000,
+                        "format: the parts of a range search must be 1 to 1000 thousandths, got ", ints[at]);
+      search->thousandths[search->count] = static_cast<int16_t>(ints[at++]);
+    }
+  }
+  TORCH_CHECK_VALUE(at == ints.size(), "format has ", ints.size(), " integers, but its range searches end at ", at);
   check_format(f);
   return f;
+}
+
+ScaleType check_widened(const Format& format) {
+  const ScaleType wide = widened(format.scale_type);
+  TORCH_CHECK_VALUE(wide != format.scale_type, "format must have scale type 8 (float8) or 16 (float16), got ",
+                    static_cast<int64_t>(format.scale_type));
+  return wide;
+}
+
+void check_pool(const at::Tensor& pool, const Format& format) {
+  check_dtype("pool", pool, at::kByte);
+  check_rank("pool", pool, 2, "[pages, page_bytes]");
+  check_size("pool", pool, 1, "page size", page_bytes(format).value, "the format has page_bytes");
 }
 
 namespace {
@@ -59,9 +102,7 @@ void check_exact_part(const char* name, const at::Tensor& t, const c10::SymInt& 
 
 c10::SymInt check_cache(const CacheTensors& c, const Format& f) {
   const at::Device device = c.pool.device();
-  check_dtype("pool", c.pool, at::kByte);
-  check_rank("pool", c.pool, 2, "[pages, page_bytes]");
-  check_size("pool", c.pool, 1, "page size", page_bytes(f).value, "the format has page_bytes");
+  check_pool(c.pool, f);
   check_contiguous("pool", c.pool);
   check_same_device("lengths", c.lengths, "pool", device);
   check_dtype("lengths", c.lengths, at::kLong);

@@ -18,6 +18,11 @@ std::vector<int64_t> format_to_ints(const Format& format);
 // Checks every field; errors name it.
 Format format_from_ints(at::IntArrayRef ints);
 
+// The scale type that a cache of this format becomes when it is widened; an error if there is none.
+ScaleType check_widened(const Format& format);
+// A pool of pages of this format, contiguous or not.
+void check_pool(const at::Tensor& pool, const Format& format);
+
 // Shapes, dtypes and devices of the tensors of a cache among themselves and against the format. Returns the batch size.
 c10::SymInt check_cache(const CacheTensors& cache, const Format& format);
 

@@ -27,9 +27,21 @@ AttentionOptions attention_options(const OptionalTensor& attn_mask, bool is_caus
 
 Cache make_cache(int64_t num_kv_heads, int64_t head_dim, std::optional<int64_t> value_head_dim, int64_t k_bits,
                  int64_t v_bits, int64_t group_size, int64_t residual_length, int64_t sink_length,
-                 const std::string& precision, bool range_search, const std::string& scale_dtype) {
-  return c10::make_intrusive<KVCache>(num_kv_heads, head_dim, value_head_dim, k_bits, v_bits, group_size,
-                                      residual_length, sink_length, precision, range_search, scale_dtype);
+                 const std::string& precision, bool range_search, const std::string& scale_dtype,
+                 const std::string& recipe, const std::vector<double>& k_search, const std::vector<double>& v_search,
+                 bool k_bias_correction, bool v_gain_correction, std::optional<int64_t> v_group_size, bool v_symmetric,
+                 bool v_rotated) {
+  CacheOptions o{num_kv_heads,    head_dim,    value_head_dim, k_bits,       v_bits,     group_size,
+                 residual_length, sink_length, precision,      range_search, scale_dtype};
+  o.recipe = recipe;
+  o.k_search = k_search;
+  o.v_search = v_search;
+  o.k_bias_correction = k_bias_correction;
+  o.v_gain_correction = v_gain_correction;
+  o.v_group_size = v_group_size;
+  o.v_symmetric = v_symmetric;
+  o.v_rotated = v_rotated;
+  return c10::make_intrusive<KVCache>(o);
 }
 
 at::Tensor forward(const Cache& self, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -60,7 +72,10 @@ void register_cache_class(torch::Library& m) {
   cls.def(torch::init(&make_cache), "",
           {arg("num_kv_heads"), arg("head_dim"), arg("value_head_dim") = arg::none(), arg("k_bits") = 2,
            arg("v_bits") = 2, arg("group_size") = 32, arg("residual_length") = 128, arg("sink_length") = 4,
-           arg("precision") = "fast", arg("range_search") = false, arg("scale_dtype") = "float16"});
+           arg("precision") = "fast", arg("range_search") = false, arg("scale_dtype") = "float16", arg("recipe") = "",
+           arg("k_search") = std::vector<double>(), arg("v_search") = std::vector<double>(),
+           arg("k_bias_correction") = false, arg("v_gain_correction") = false, arg("v_group_size") = arg::none(),
+           arg("v_symmetric") = false, arg("v_rotated") = false});
   cls.def("forward", &forward, "",
           {arg("q"), arg("k"), arg("v"), arg("attn_mask") = arg::none(), arg("is_causal") = true,
            arg("scale") = arg::none(), arg("softcap") = 0.0, arg("window") = 0, arg("sinks") = arg::none(),
@@ -82,6 +97,7 @@ void register_cache_class(torch::Library& m) {
   cls.def("quantized_lengths", [](const Cache& self) { return self->quantized_lengths(); });
   cls.def("batch_size", [](const Cache& self) { return self->batch_size(); });
   cls.def("nbytes", [](const Cache& self) { return self->nbytes(); });
+  cls.def("bits_per_element", [](const Cache& self) { return self->bits_per_element(); });
   cls.def("dequantize", [](const Cache& self) { return self->dequantize(); });
   cls.def("truncate", [](const Cache& self, int64_t n) { self->truncate(n); }, "", {arg("n")});
   cls.def("reorder", [](const Cache& self, const at::Tensor& rows) { self->reorder(rows); }, "", {arg("rows")});

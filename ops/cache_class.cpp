@@ -9,29 +9,13 @@
 #include "kivi/cache.h"
 #include "ops/cache_args.h"
 #include "ops/cache_storage.h"
+#include "ops/options.h"
 
 namespace kivi {
 
 using Storage = CacheStorage;
 
 namespace {
-
-Format make_format(const CacheOptions& o) {
-  Format f;
-  f.num_kv_heads = o.num_kv_heads;
-  f.head_dim = o.head_dim;
-  f.value_head_dim = o.value_head_dim.value_or(o.head_dim);
-  f.k_bits = o.k_bits;
-  f.v_bits = o.v_bits;
-  f.group_size = o.group_size;
-  f.residual_length = o.residual_length;
-  f.sink_length = o.sink_length;
-  f.scale_type = check_scale_dtype(o.scale_dtype);
-  f.range_search = o.range_search;
-  check_format(f);
-  check_precision(o.precision);
-  return f;
-}
 
 std::vector<int64_t> counts_of(const std::optional<at::Tensor>& lengths, int64_t batch, int64_t tokens) {
   if (!lengths) return std::vector<int64_t>(static_cast<size_t>(batch), tokens);
@@ -92,10 +76,10 @@ void append_tokens(Storage& s, const at::Tensor& k, const at::Tensor& v, const s
   cache_append(s.tensors, k, v, s.format_ints, lengths, s.overflow);
   int32_t& overflow = s.overflow.mutable_data_ptr<int32_t>()[0];
   if (overflow == 0) return;
-  // A group left float16's range: from now on scale and zero are stored as float32. Nothing was appended yet.
+  // A group left the range of the scales: from now on they are stored as float32. Nothing was appended yet.
   overflow = 0;
   Format wide = s.format;
-  wide.scale_type = ScaleType::kWidened;
+  wide.scale_type = widened(wide.scale_type);
   s.tensors.pool = cache_widen(s.tensors.pool, s.format_ints);
   s.set_format(wide);
   cache_append(s.tensors, k, v, s.format_ints, lengths);
@@ -227,7 +211,7 @@ void KVCache::Impl::select(const char* name, const at::Tensor& rows_arg) {
 
 KVCache::KVCache(const CacheOptions& options) : impl_(std::make_unique<Impl>()) {
   impl_->options = options;
-  impl_->format = make_format(options);
+  impl_->format = format_of(options);
   impl_->options.value_head_dim = impl_->format.value_head_dim;
   impl_->storage.set_format(impl_->format);
 }
@@ -322,6 +306,12 @@ int64_t KVCache::nbytes() const {
     }
   }
   return bytes;
+}
+
+double KVCache::bits_per_element() const {
+  const Format& f = format();
+  const auto numbers = static_cast<double>(f.group_size * (f.head_dim + f.value_head_dim));
+  return 8.0 * static_cast<double>(record_layout(f).bytes) / numbers;
 }
 
 std::tuple<at::Tensor, at::Tensor> KVCache::dequantize() const {

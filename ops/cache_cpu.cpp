@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "csrc/cpu/kernels.h"
+#include "csrc/cpu/reference.h"
 #include "ops/cache_args.h"
 #include "ops/elements.h"
 #include "ops/registration.h"
@@ -373,35 +374,22 @@ void cache_copy_pages_cpu(at::Tensor& pool, const at::Tensor& source, const at::
   });
 }
 
-// One section of float16 numbers as float32, through at::Tensor conversion of the strided section of all records at
-// once.
-void widen_section(const at::Tensor& from, int64_t from_offset, at::Tensor& to, int64_t to_offset, int64_t count) {
-  const at::Tensor narrow = from.slice(1, from_offset, from_offset + 2 * count).contiguous().view(at::kHalf);
-  to.slice(1, to_offset, to_offset + 4 * count).copy_(narrow.to(at::kFloat).view(at::kByte));
-}
-
-at::Tensor cache_widen_cpu(const at::Tensor& pool, at::IntArrayRef format_ints) {
+at::Tensor cache_widen_cpu(const at::Tensor& pool_arg, at::IntArrayRef format_ints) {
   const Format from = format_from_ints(format_ints);
-  TORCH_CHECK_VALUE(from.scale_type == ScaleType::kFloat16, "format must have scale type 16 (float16), got ",
-                    static_cast<int64_t>(from.scale_type));
-  check_dtype("pool", pool, at::kByte);
-  check_rank("pool", pool, 2, "[pages, page_bytes]");
-  check_size("pool", pool, 1, "page size", page_bytes(from).value, "the format has page_bytes");
   Format to = from;
-  to.scale_type = ScaleType::kWidened;
-  const RecordLayout a = record_layout(from), b = record_layout(to);
-  at::Tensor wide = at::zeros({pool.size(0), page_bytes(to).value}, pool.options());
-  const at::Tensor source = pool.contiguous().view({-1, a.bytes});
-  at::Tensor target = wide.view({-1, b.bytes});
-  const auto copy_codes = [&](int64_t from_offset, int64_t to_offset, int64_t bytes) {
-    target.slice(1, to_offset, to_offset + bytes).copy_(source.slice(1, from_offset, from_offset + bytes));
-  };
-  copy_codes(a.k_codes[0], b.k_codes[0], a.k_scale - a.k_codes[0]);
-  copy_codes(a.v_codes[0], b.v_codes[0], a.v_scale - a.v_codes[0]);
-  widen_section(source, a.k_scale, target, b.k_scale, a.k_channels);
-  widen_section(source, a.k_zero, target, b.k_zero, a.k_channels);
-  widen_section(source, a.v_scale, target, b.v_scale, a.v_groups * from.group_size);
-  widen_section(source, a.v_zero, target, b.v_zero, a.v_groups * from.group_size);
+  to.scale_type = check_widened(from);
+  check_pool(pool_arg, from);
+  const at::Tensor pool = pool_arg.contiguous();
+  at::Tensor wide = at::empty({pool.size(0), page_bytes(to).value}, pool.options());
+  const int64_t records = pool.size(0) * from.num_kv_heads * (kPageTokens / from.group_size);
+  const int64_t old_bytes = record_layout(from).bytes, new_bytes = record_layout(to).bytes;
+  const auto* old_records = static_cast<const uint8_t*>(pool.const_data_ptr());
+  auto* new_records = static_cast<uint8_t*>(wide.mutable_data_ptr());
+  at::parallel_for(0, records, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      cpu::widen_record(from, old_records + i * old_bytes, to, new_records + i * new_bytes);
+    }
+  });
   return wide;
 }
 

@@ -1,13 +1,14 @@
 // The saved form of a kivi::KVCache: what pickling stores and how it is checked when it comes back.
-// (header, integers, tensors): integers are [version, precision is exact, batch or -1, scale type in use, 11 of the
-// format as constructed, B lengths, B quantised lengths]; tensors, when tokens were ever seen: pages in use [pages,
-// page_bytes], block table over them [B, max], sink keys and values of the tokens held, exact window of each row from
-// its first exact token on.
+// (header, integers, tensors): integers are [version, precision is exact, batch or -1, scale type in use, F, F of the
+// format as constructed (see cache_format), B lengths, B quantised lengths]; tensors, when tokens were ever seen: pages
+// in use [pages, page_bytes], block table over them [B, max], sink keys and values of the tokens held, exact window of
+// each row from its first exact token on.
 
 #include <algorithm>
 
 #include "ops/cache_args.h"
 #include "ops/cache_storage.h"
+#include "ops/options.h"
 
 namespace kivi {
 
@@ -16,8 +17,8 @@ using Storage = CacheStorage;
 namespace {
 
 constexpr const char* kStateHeader = "kivi.KVCache";
-constexpr int64_t kStateVersion = 1;
-constexpr size_t kFixedInts = 4 + 11;
+constexpr int64_t kStateVersion = 2;
+constexpr size_t kFixedInts = 5;
 
 int64_t exact_count(const Storage& s, int64_t b) {
   return std::max<int64_t>(s.lengths[b] - s.format.sink_length - s.quantized[b], 0);
@@ -85,6 +86,7 @@ KVCache::State KVCache::state() const {
   std::vector<int64_t> ints = {kStateVersion, impl_->options.precision == "exact" ? 1 : 0, s.started ? s.batch : -1,
                                static_cast<int64_t>(s.format.scale_type)};
   const std::vector<int64_t> format = format_to_ints(impl_->format);
+  ints.push_back(static_cast<int64_t>(format.size()));
   ints.insert(ints.end(), format.begin(), format.end());
   if (!s.started) return {kStateHeader, ints, {}};
   ints.insert(ints.end(), s.lengths.begin(), s.lengths.end());
@@ -113,38 +115,33 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   TORCH_CHECK_VALUE(ints.size() >= kFixedInts, "saved KVCache: ", ints.size(), " integers, expected at least ",
                     kFixedInts);
   TORCH_CHECK_VALUE(ints[1] == 0 || ints[1] == 1, "saved KVCache: precision is ", ints[1], ", expected 0 or 1");
-  Format format = format_from_ints(at::IntArrayRef(ints).slice(4, 11));
-  TORCH_CHECK_VALUE(format.scale_type != ScaleType::kWidened, "saved KVCache: the format was constructed as widened");
-  CacheOptions o;
-  o.num_kv_heads = format.num_kv_heads;
-  o.head_dim = format.head_dim;
-  o.value_head_dim = format.value_head_dim;
-  o.k_bits = format.k_bits;
-  o.v_bits = format.v_bits;
-  o.group_size = format.group_size;
-  o.residual_length = format.residual_length;
-  o.sink_length = format.sink_length;
-  o.precision = ints[1] == 1 ? "exact" : "fast";
-  o.range_search = format.range_search;
-  o.scale_dtype = format.scale_type == ScaleType::kFloat16 ? "float16" : "float32";
-  auto cache = c10::make_intrusive<KVCache>(o);
+  const int64_t format_size = ints[4];
+  TORCH_CHECK_VALUE(format_size >= 0 && static_cast<size_t>(format_size) <= ints.size() - kFixedInts,
+                    "saved KVCache: a format of ", format_size, " integers, but only ", ints.size() - kFixedInts,
+                    " follow");
+  const size_t fixed_ints = kFixedInts + static_cast<size_t>(format_size);
+  Format format = format_from_ints(at::IntArrayRef(ints).slice(kFixedInts, static_cast<size_t>(format_size)));
+  TORCH_CHECK_VALUE(format.scale_type == narrow(format.scale_type),
+                    "saved KVCache: the format was constructed as widened");
+  auto cache = c10::make_intrusive<KVCache>(options_of(format, ints[1] == 1 ? "exact" : "fast"));
   const int64_t batch = ints[2];
   if (batch == -1) {
-    TORCH_CHECK_VALUE(tensors.empty() && ints.size() == kFixedInts, "saved KVCache: an empty cache with contents");
+    TORCH_CHECK_VALUE(tensors.empty() && ints.size() == fixed_ints, "saved KVCache: an empty cache with contents");
     return cache;
   }
   TORCH_CHECK_VALUE(
-      batch >= 0 && batch < (int64_t{1} << 31) && ints.size() == kFixedInts + 2 * static_cast<size_t>(batch),
+      batch >= 0 && batch < (int64_t{1} << 31) && ints.size() == fixed_ints + 2 * static_cast<size_t>(batch),
       "saved KVCache: batch size ", batch, " with ", ints.size(), " integers");
   TORCH_CHECK_VALUE(tensors.size() == 6, "saved KVCache: ", tensors.size(), " tensors, expected 6");
-  const bool widened = ints[3] == static_cast<int64_t>(ScaleType::kWidened);
-  TORCH_CHECK_VALUE(
-      ints[3] == static_cast<int64_t>(format.scale_type) || (widened && format.scale_type == ScaleType::kFloat16),
-      "saved KVCache: scale type ", ints[3], " in a cache of scale type ", static_cast<int64_t>(format.scale_type));
-  if (widened) format.scale_type = ScaleType::kWidened;
+  const ScaleType wide = widened(format.scale_type);
+  TORCH_CHECK_VALUE(ints[3] == static_cast<int64_t>(format.scale_type) || ints[3] == static_cast<int64_t>(wide),
+                    "saved KVCache: scale type ", ints[3], " in a cache of scale type ",
+                    static_cast<int64_t>(format.scale_type));
+  if (ints[3] == static_cast<int64_t>(wide)) format.scale_type = wide;
 
-  std::vector<int64_t> lengths(ints.begin() + kFixedInts, ints.begin() + kFixedInts + batch);
-  std::vector<int64_t> quantized(ints.begin() + kFixedInts + batch, ints.end());
+  const auto first = ints.begin() + static_cast<int64_t>(fixed_ints);
+  std::vector<int64_t> lengths(first, first + batch);
+  std::vector<int64_t> quantized(first + batch, ints.end());
   int64_t longest = 0, exact = 0, width = 0;
   for (int64_t b = 0; b < batch; b++) {
     const int64_t n = lengths[b], m = quantized[b];

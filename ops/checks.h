@@ -76,9 +76,11 @@ inline bool check_precision(const std::string& precision) {
 }
 
 inline ScaleType check_scale_dtype(const std::string& name) {
-  TORCH_CHECK_VALUE(name == "float16" || name == "float32", "scale_dtype must be \"float16\" or \"float32\", got \"",
-                    name, "\"");
-  return name == "float16" ? ScaleType::kFloat16 : ScaleType::kFloat32;
+  if (name == "float8") return ScaleType::kFloat8;
+  if (name == "float16") return ScaleType::kFloat16;
+  TORCH_CHECK_VALUE(name == "float32", "scale_dtype must be \"float8\", \"float16\" or \"float32\", got \"", name,
+                    "\"");
+  return ScaleType::kFloat32;
 }
 
 inline void check_format(const Format& format) {

@@ -4,6 +4,7 @@
 
 #include "kivi/ops.h"
 #include "ops/cache_args.h"
+#include "ops/options.h"
 
 namespace kivi {
 
@@ -37,22 +38,15 @@ Tensor fake_quantize(const Tensor& x, int64_t axis, int64_t bits, int64_t group_
   return op.call(x, axis, bits, group_size);
 }
 
+std::vector<int64_t> cache_format(const CacheOptions& options) { return format_to_ints(format_of(options)); }
+
 std::vector<int64_t> cache_format(int64_t num_kv_heads, int64_t head_dim, std::optional<int64_t> value_head_dim,
                                   int64_t k_bits, int64_t v_bits, int64_t group_size, int64_t residual_length,
                                   int64_t sink_length, const std::string& scale_dtype, bool range_search) {
-  Format f;
-  f.num_kv_heads = num_kv_heads;
-  f.head_dim = head_dim;
-  f.value_head_dim = value_head_dim.value_or(head_dim);
-  f.k_bits = k_bits;
-  f.v_bits = v_bits;
-  f.group_size = group_size;
-  f.residual_length = residual_length;
-  f.sink_length = sink_length;
-  f.scale_type = check_scale_dtype(scale_dtype);
-  f.range_search = range_search;
-  check_format(f);
-  return format_to_ints(f);
+  CacheOptions o{num_kv_heads, head_dim, value_head_dim, k_bits, v_bits, group_size, residual_length, sink_length};
+  o.scale_dtype = scale_dtype;
+  o.range_search = range_search;
+  return cache_format(o);
 }
 
 int64_t cache_page_bytes(at::IntArrayRef format) { return page_bytes(format_from_ints(format)).value; }

@@ -113,12 +113,9 @@ void cache_copy_pages_meta(at::Tensor& pool, const at::Tensor& source, const at:
 
 at::Tensor cache_widen_meta(const at::Tensor& pool, at::IntArrayRef format_ints) {
   Format format = format_from_ints(format_ints);
-  TORCH_CHECK_VALUE(format.scale_type == ScaleType::kFloat16, "format must have scale type 16 (float16), got ",
-                    static_cast<int64_t>(format.scale_type));
-  check_dtype("pool", pool, at::kByte);
-  check_rank("pool", pool, 2, "[pages, page_bytes]");
-  check_size("pool", pool, 1, "page size", page_bytes(format).value, "the format has page_bytes");
-  format.scale_type = ScaleType::kWidened;
+  const ScaleType wide = check_widened(format);
+  check_pool(pool, format);
+  format.scale_type = wide;
   return at::empty_symint({pool.sym_size(0), page_bytes(format).value},
                           at::TensorOptions().device(pool.device()).dtype(at::kByte));
 }

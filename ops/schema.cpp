@@ -61,7 +61,15 @@ TORCH_LIBRARY_FRAGMENT(kivi, m) {
       "int residual_length=128, "
       "int sink_length=4, "
       "str scale_dtype=\"float16\", "
-      "bool range_search=False"
+      "bool range_search=False, "
+      "str recipe=\"\", "
+      "float[] k_search=[], "
+      "float[] v_search=[], "
+      "bool k_bias_correction=False, "
+      "bool v_gain_correction=False, "
+      "int? v_group_size=None, "
+      "bool v_symmetric=False, "
+      "bool v_rotated=False"
       ") -> int[]");
   m.def("cache_page_bytes(int[] format) -> int");
   m.def("cache_window_capacity(int[] format) -> int");

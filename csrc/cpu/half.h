@@ -25,6 +25,8 @@ inline float bits_float(uint32_t u) {
 inline constexpr uint32_t kFloatSign = 0x80000000u;
 inline constexpr uint32_t kFloatInf = 0x7F800000u;
 inline constexpr uint32_t kFloatNaN = 0x7FC00000u;
+// The scale of a group of NaN that has no zero to say so. Negative, so that it is never the largest scale.
+inline constexpr uint32_t kLostScale = 0xFFC00000u;
 inline constexpr uint16_t kHalfInf = 0x7C00;
 inline constexpr uint16_t kHalfMax = 0x7BFF;  // 65504
 
@@ -69,6 +71,18 @@ inline uint16_t float_to_half_finite(float x) {
   const uint16_t h = float_to_half(x);
   return (h & 0x7FFFu) == kHalfInf && is_finite(x) ? static_cast<uint16_t>((h & 0x8000u) | kHalfMax) : h;
 }
+
+// The 8-bit scales of kivi/format.h: the upper byte of a float16 without its sign. x is not negative; NaN becomes 255,
+// and what is too large 248, infinity.
+inline uint8_t float_to_float8(float x) {
+  const uint32_t h = float_to_half(x);
+  if (h > kHalfInf) return 255;
+  return static_cast<uint8_t>((h + 0x3Fu + (h >> 7 & 1u)) >> 7);
+}
+inline uint16_t float8_to_half(uint8_t b) { return static_cast<uint16_t>(b << 7); }
+
+// A zero of `steps` steps beside its scale. Exact: 7 bits times 4.
+inline float float8_zero(float steps, float scale, int64_t bits) { return steps * scale / zero_steps(bits); }
 
 inline float bfloat16_to_float(uint16_t b) { return bits_float(static_cast<uint32_t>(b) << 16); }
 

@@ -15,11 +15,9 @@ void scalar_dequantize(const DequantizeParams& params, int64_t begin, int64_t en
 // The same for the columns [begin, end) of one outer index: what vectors leave over.
 void scalar_quantize_columns(const QuantizeParams& params, int64_t outer, int64_t begin, int64_t end);
 void scalar_dequantize_columns(const DequantizeParams& params, int64_t outer, int64_t begin, int64_t end);
+// A record of a float8 or float16 format as one of the format that it is widened to: the same codes and numbers.
+void widen_record(const Format& from, const uint8_t* record, const Format& to, uint8_t* out);
 void scalar_attention(const AttentionParams& params, const AttentionItem* items, int64_t begin, int64_t end,
                       float* partials);
-
-// r of range_search, the first is the plain range.
-inline constexpr int kNumShrinks = 6;
-inline constexpr float kShrinks[kNumShrinks] = {1.0f, 0.98f, 0.96f, 0.94f, 0.92f, 0.90f};
 
 }  // namespace kivi::cpu

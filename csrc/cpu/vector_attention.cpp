@@ -139,6 +139,7 @@ HWY_NOINLINE void attend_rows(const Job& job, int64_t index, int64_t row) {
     const PagePart part = page_part(p, item, page);
     pages.page(part.records, part.tokens, p.format->sink_length + page * kPageTokens, fetch);
   }
+  if (p.format->v_rotated && item.num_pages > 0) rows.rotate_back();
   if (item.exact_keys) exact_keys(p, item, ranges, rows);
   float* out[kRows];
   float sum[kRows];

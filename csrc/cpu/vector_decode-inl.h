@@ -29,11 +29,6 @@ using DH = hn::Repartition<uint16_t, DF>;
 using VH = hn::Vec<DH>;
 inline constexpr int kHalfLanes = 2 * kLanes;
 
-HWY_INLINE VF load_scales(const RecordLayout& layout, const uint8_t* section, int64_t i) {
-  if (layout.scale_bytes == 2) return load_half(reinterpret_cast<const uint16_t*>(section) + i);
-  return load_float(reinterpret_cast<const float*>(section) + i);
-}
-
 // Scales and zeros of one side of a record as floats; 0 beyond the last one, up to a whole span.
 struct DecodeScales {
   alignas(64) float scale[kMaxHeadDim];
@@ -55,11 +50,15 @@ HWY_INLINE bool all_plain(const float* scale, const float* zero, int64_t count, 
   return hn::AllTrue(DF(), plain);
 }
 
-HWY_INLINE void load_decode_scales(const RecordLayout& layout, const uint8_t* scale, const uint8_t* zero, int64_t count,
-                                   int64_t bits, DecodeScales& out) {
+HWY_INLINE void load_decode_scales(const RecordLayout& layout, const uint8_t* scales, const uint8_t* zeros,
+                                   bool symmetric, int64_t count, int64_t bits, DecodeScales& out) {
+  const ScaleKind kind = scale_kind(layout.scale_bytes);
+  const ZeroRule rule(bits, symmetric);
   for (int64_t i = 0; i < round_up(count, kSpan); i += kLanes) {
-    hn::Store(i < count ? load_scales(layout, scale, i) : splat(0.0f), DF(), out.scale + i);
-    hn::Store(i < count ? load_scales(layout, zero, i) : splat(0.0f), DF(), out.zero + i);
+    VF s = splat(0.0f), z = s;
+    if (i < count) load_group(kind, scales, zeros, rule, i, s, z);
+    hn::Store(s, DF(), out.scale + i);
+    hn::Store(z, DF(), out.zero + i);
   }
   out.plain = all_plain(out.scale, out.zero, count, bits);
 }
@@ -75,6 +74,7 @@ struct DecodeSide {
       : layout(*p.layout),
         record(p.record),
         group(p.format->group_size),
+        symmetric(p.format->v_symmetric),
         head_dim(dim),
         first(p.first),
         count(p.count),
@@ -85,7 +85,9 @@ struct DecodeSide {
 
   RecordLayout layout;
   const uint8_t* record;
-  int64_t group, head_dim;
+  int64_t group;
+  bool symmetric;  // V
+  int64_t head_dim;
   int64_t first, count;  // tokens
   uint8_t* rows;
   int64_t stride;  // bytes
@@ -429,7 +431,7 @@ template <Element kType, int kBits>
 void decode_keys(const DecodeSide& p) {
   const RecordLayout& r = p.layout;
   DecodeScales scales;
-  load_decode_scales(r, p.record + r.k_scale, p.record + r.k_zero, r.k_channels, kBits, scales);
+  load_decode_scales(r, p.record + r.k_scale, p.record + r.k_zero, false, r.k_channels, kBits, scales);
   if constexpr (kType == Element::kFloat32) {
     compute_key_rows<kType, kBits, true>(p, scales);
   } else if constexpr (kBits > 3) {
@@ -476,7 +478,7 @@ struct ValueCodes {
   VU low_place, high_place;
 };
 
-// kNarrow: a group is one line, so that the two lines of a span are of different groups.
+// kNarrow: groups are an odd number of lines, so that the two lines of a span may be of different groups.
 template <Element kType, int kBits, bool kPlain, bool kNarrow>
 void decode_value_rows(DecodeSide p, const DecodeScales& scales) {
   using Numbers = GroupNumbers<kType, kBits, kPlain>;
@@ -495,6 +497,10 @@ void decode_value_rows(DecodeSide p, const DecodeScales& scales) {
       return Numbers(scales.scale[i], scales.zero[i]);
     }
   };
+  uint16_t scale_at[kMaxHeadDim / kLine];  // of token 0, by line of channels
+  for (int64_t line = 0; line < round_up(p.layout.v_channels, kSpan) / kLine; line++) {
+    scale_at[line] = static_cast<uint16_t>(line * kLine / p.layout.v_group * group);
+  }
   for (int64_t i = 0; i < p.count; i++) {
     const int64_t t = p.first + i;
     next.fetch(t);
@@ -503,7 +509,7 @@ void decode_value_rows(DecodeSide p, const DecodeScales& scales) {
       VU x[kSpanVectors];
       KIVI_UNROLL
       for (int from = 0; from < kSpanVectors; from += kGroupVectors) {
-        const Numbers numbers = numbers_of(((s * kSpan + from * kLanes) & -group) + t);
+        const Numbers numbers = numbers_of(scale_at[(s * kSpan + from * kLanes) / kLine] + t);
         KIVI_UNROLL
         for (int n = from; n < from + kGroupVectors; n++) x[n] = numbers.of(codes.at(s * kSpan + n * kLanes));
       }
@@ -515,7 +521,7 @@ void decode_value_rows(DecodeSide p, const DecodeScales& scales) {
 
 template <Element kType, int kBits, bool kPlain>
 void decode_values_as(const DecodeSide& p, const DecodeScales& scales) {
-  if (p.group == kLine) {
+  if (p.layout.v_group % kSpan != 0) {
     decode_value_rows<kType, kBits, kPlain, true>(p, scales);
   } else {
     decode_value_rows<kType, kBits, kPlain, false>(p, scales);
@@ -526,7 +532,7 @@ template <Element kType, int kBits>
 void decode_values(const DecodeSide& p) {
   const RecordLayout& r = p.layout;
   DecodeScales scales;
-  load_decode_scales(r, p.record + r.v_scale, p.record + r.v_zero, r.v_groups * p.group, kBits, scales);
+  load_decode_scales(r, p.record + r.v_scale, p.record + r.v_zero, p.symmetric, r.v_groups * p.group, kBits, scales);
   if constexpr (kType == Element::kFloat32) {
     decode_values_as<kType, kBits, true>(p, scales);
   } else {
@@ -568,12 +574,37 @@ void decode_values_of_bits(int64_t bits, const DecodeSide& p) {
   }
 }
 
+// Values that stand in the record rotated: rows in float32 first, a few at a time.
+template <Element kType>
+HWY_NOINLINE void decode_rotated_values(const DecodeParams& p) {
+  constexpr int64_t kRows = 8;
+  alignas(64) float rows[kRows * kMaxHeadDim];
+  const int64_t dim = p.format->value_head_dim, stride = round_up(dim, kLine);
+  DecodeParams some = p;
+  some.v = rows, some.v_token_stride = stride, some.type = Element::kFloat32, some.stream = false;
+  for (int64_t i = 0; i < p.count; i += kRows) {
+    some.first = p.first + i, some.count = std::min(kRows, p.count - i);
+    decode_values_of_bits<Element::kFloat32>(p.format->v_bits, DecodeSide(some, rows, stride, dim));
+    for (int64_t j = 0; j < some.count; j++) {
+      float* const row = rows + j * stride;
+      rotate(row, dim, /*back=*/true);
+      for (int64_t d = 0; d < dim; d += kLanes) {
+        store_some<kType>(load_float(row + d), p.v, (i + j) * p.v_token_stride + d, dim - d);
+      }
+    }
+  }
+}
+
 template <Element kType>
 void decode_as(const DecodeParams& p) {
   const Format& f = *p.format;
-  const DecodeSide k(p, p.k, p.k_token_stride, f.head_dim), v(p, p.v, p.v_token_stride, f.value_head_dim);
-  if (p.k != nullptr) decode_keys_of_bits<kType>(f.k_bits, k);
-  if (p.v != nullptr) decode_values_of_bits<kType>(f.v_bits, v);
+  if (p.k != nullptr) decode_keys_of_bits<kType>(f.k_bits, DecodeSide(p, p.k, p.k_token_stride, f.head_dim));
+  if (p.v == nullptr) return;
+  if (f.v_rotated) {
+    decode_rotated_values<kType>(p);
+  } else {
+    decode_values_of_bits<kType>(f.v_bits, DecodeSide(p, p.v, p.v_token_stride, f.value_head_dim));
+  }
 }
 
 void decode(const DecodeParams& p) {

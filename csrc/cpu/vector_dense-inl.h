@@ -15,6 +15,7 @@
 #include <cstring>
 
 #include "cpu/codes.h"
+#include "cpu/reference.h"
 #include "cpu/vector_decode-inl.h"
 #include "cpu/vector_group-inl.h"
 
@@ -33,8 +34,9 @@ HWY_INLINE void store_bytes(VU x, uint8_t* p) {
 }
 
 HWY_INLINE Quantizers plain_quantizers(const Range& range, int64_t bits) {
-  Chooser chooser{ScaleType::kFloat32, false, static_cast<int>(bits), splat(0.0f)};
-  return chooser.choose<Element::kFloat32>(range, nullptr, 0, 0);
+  Chooser chooser(GroupRules{ScaleType::kFloat32, static_cast<int>(bits)});
+  const Choice c = chooser.choose<Element::kFloat32>(range, nullptr, 0, 0);
+  return {c.scale, c.zero, c.coder.top};
 }
 
 // ---------------------------------------------------------------------------------------------- lanes are columns

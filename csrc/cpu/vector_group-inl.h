@@ -14,8 +14,7 @@
 #include <limits>
 
 #include "cpu/half.h"
-#include "cpu/reference.h"
-#include "cpu/vector_simd-inl.h"
+#include "cpu/vector_scales-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kivi::cpu {
@@ -65,96 +64,224 @@ HWY_INLINE VF values_of(VU codes, VF scale, VF zero) {
   return hn::Add(zero, product);
 }
 
-HWY_INLINE VF through_half(VF x) {
-  const hn::Rebind<hwy::float16_t, DF> dh;
-  return hn::PromoteTo(DF(), hn::DemoteTo(dh, x));
-}
-
 HWY_INLINE MF is_finite(VF x) { return hn::Le(hn::Abs(x), splat(FLT_MAX)); }
-
-// What the scale type makes of scale and zero; `fits`: both fit float16.
-HWY_INLINE void make_stored(ScaleType type, VF& scale, VF& zero, MF& fits) {
-  const VF half_scale = through_half(scale), half_zero = through_half(zero);
-  const MF scale_fits = is_finite(half_scale), zero_fits = is_finite(half_zero);
-  fits = hn::And(scale_fits, zero_fits);
-  if (type == ScaleType::kFloat32) return;
-  const bool widened = type == ScaleType::kWidened;
-  scale = widened ? hn::IfThenElse(scale_fits, half_scale, scale) : half_scale;
-  zero = widened ? hn::IfThenElse(zero_fits, half_zero, zero) : half_zero;
-}
-
-HWY_INLINE void shrunk(VF lo, VF span, VF shrink, VF levels, VF& scale, VF& zero) {
-  const VF width = hn::Mul(span, shrink);
-  scale = hn::Div(width, levels);
-  const VF margin = hn::Mul(hn::Sub(span, width), splat(0.5f));
-  zero = hn::Add(lo, margin);
-}
 
 HWY_INLINE VU top_codes(MF finite, VF scale, int bits) {
   const MF used = hn::And(finite, hn::Gt(scale, splat(0.0f)));
   return hn::IfThenElseZero(hn::RebindMask(DU(), used), hn::Set(DU(), (1u << bits) - 1u));
 }
 
-// Sum of the squared errors, element after element as the reference adds them.
-template <Element kType>
-HWY_INLINE VF squared_error(const void* x, int64_t stride, int64_t count, const Quantizers& q, VF levels) {
-  VF sum = splat(0.0f);
-  for (int64_t i = 0; i < count; i++) {
-    const VF value = load_as_float<kType>(x, i * stride);
-    const VF error = hn::Sub(value, values_of(codes_of(value, q, levels), q.scale, q.zero));
-    const VF square = hn::Mul(error, error);
-    sum = hn::Add(sum, square);
-  }
-  return sum;
-}
-
-// What is chosen for groups of one range: the plain range or, with `search`, the best of the shrunk ones. `misfit`
-// collects the lanes that a float16 format cannot store. The elements, for the search alone: element i of lane l at x[i
-// * stride + l].
-struct Chooser {
+// How the scale and zero of one side of a record are chosen.
+struct GroupRules {
   ScaleType type;
-  bool search;
   int bits;
+  bool symmetric = false, bias = false, gain = false;
+  const RangeSearch* search = nullptr;
+
+  // The range itself in float16 or float32, which needs to look at the elements no more.
+  bool plain() const {
+    return narrow(type) != ScaleType::kFloat8 && !symmetric && !bias && !gain &&
+           (search == nullptr || search->count == 0);
+  }
+  VF levels() const { return splat(static_cast<float>((1 << bits) - 1)); }
+  VF half_levels() const { return splat(0.5f * static_cast<float>((1 << bits) - 1)); }
+};
+
+// A quantizer that makes codes, and what is stored of it. They differ after a correction, which keeps the codes.
+struct Choice {
+  HWY_INLINE Choice() : scale(splat(0.0f)), zero(scale) {}
+  Quantizers coder;
+  VF scale, zero;
+};
+
+// What is chosen for groups of one range. `misfit` collects the lanes that the format cannot store.
+struct Chooser {
+  HWY_INLINE explicit Chooser(const GroupRules& r) : rules(r), misfit(splat(0.0f)) {}
+  GroupRules rules;
   VF misfit;
 
+  bool all_fit() const { return hn::AllFalse(DF(), hn::MaskFromVec(misfit)); }
+
+  // Element i of lane l is at x[i * stride + l]; they are not looked at if the rules are plain.
   template <Element kType>
-  HWY_INLINE Quantizers choose(const Range& range, const void* x, int64_t stride, int64_t count) {
-    const VF levels = splat(static_cast<float>((1 << bits) - 1));
+  HWY_INLINE Choice choose(const Range& range, const void* x, int64_t stride, int64_t count) {
+    if (!rules.plain()) {
+      Choice choice;
+      choose_more<kType>(range, x, stride, count, choice);
+      return choice;
+    }
     const VF span = hn::Add(hn::Sub(range.hi, range.lo), splat(0.0f));
     const MF finite = hn::Le(hn::Add(span, range.probe), splat(FLT_MAX));  // false for NaN too
-    Quantizers q;
+    Choice c;
+    MF fits = hn::Eq(span, span);
+    c.coder.scale = stored_scale(hn::Div(span, rules.levels()), span, fits);
+    c.coder.zero = stored_zero(c.coder.scale, hn::Add(range.lo, splat(0.0f)), fits);
+    c.coder.top = top_codes(finite, c.coder.scale, rules.bits);
+    c.scale = c.coder.scale, c.zero = c.coder.zero;
+    finish(finite, fits, c);
+    return c;
+  }
+
+ private:
+  // A candidate, and the lanes in which it fits.
+  struct Candidate {
+    HWY_INLINE Candidate() : fits(hn::Eq(splat(0.0f), splat(0.0f))) {}
+    Choice choice;
     MF fits;
-    shrunk(range.lo, span, splat(1.0f), levels, q.scale, q.zero);
-    make_stored(type, q.scale, q.zero, fits);
-    if (type == ScaleType::kFloat16) misfit = hn::Or(misfit, hn::VecFromMask(DF(), hn::And(finite, hn::Not(fits))));
-    q.top = top_codes(finite, q.scale, bits);
-    if (search) search_more<kType>(range.lo, span, levels, finite, x, stride, count, q);
-    q.scale = hn::IfThenElseZero(finite, q.scale);
-    q.zero = hn::IfThenElse(finite, q.zero, hn::BitCast(DF(), hn::Set(DU(), kFloatNaN)));
-    return q;
+  };
+
+  HWY_INLINE void finish(MF finite, MF fits, Choice& c) {
+    if (widened(rules.type) != rules.type) {
+      misfit = hn::Or(misfit, hn::VecFromMask(DF(), hn::And(finite, hn::Not(fits))));
+    }
+    c.scale = hn::IfThenElseZero(finite, c.scale);
+    c.zero = hn::IfThenElse(finite, c.zero, hn::BitCast(DF(), hn::Set(DU(), kFloatNaN)));
+    c.coder.zero = hn::IfThenElse(finite, c.coder.zero, c.zero);
+  }
+
+  // The stored scale of groups whose zeros are to be about `zero`.
+  HWY_INLINE VF stored_scale(VF scale, VF zero, MF& fits) const {
+    const ScaleType type = narrow(rules.type);
+    if (type == ScaleType::kFloat32) return scale;
+    if (type == ScaleType::kFloat8 && !rules.symmetric) {
+      const VF reach = hn::Mul(hn::Div(hn::Abs(zero), splat(127.5f)), splat(zero_steps(rules.bits)));
+      scale = hn::IfThenElse(hn::Lt(scale, reach), reach, scale);
+    }
+    return rounded_scale(type, scale, fits);
+  }
+
+  HWY_INLINE VF rounded_scale(ScaleType type, VF x, MF& fits) const {
+    const VF rounded = type == ScaleType::kFloat8 ? through_float8(x) : through_half(x);
+    const MF fit = is_finite(rounded);
+    fits = hn::And(fits, fit);
+    return rules.type == type ? rounded : hn::IfThenElse(fit, rounded, x);
+  }
+
+  // The stored zero beside a stored scale.
+  HWY_INLINE VF stored_zero(VF scale, VF zero, MF& fits) const {
+    if (rules.symmetric) return hn::Neg(hn::Mul(scale, rules.half_levels()));
+    const ScaleType type = narrow(rules.type);
+    if (type == ScaleType::kFloat32) return zero;
+    if (type == ScaleType::kFloat16) return rounded_scale(type, zero, fits);
+    const VF per_scale = splat(zero_steps(rules.bits));
+    const VF whole = hn::Round(hn::Mul(hn::Div(zero, scale), per_scale));
+    const VF steps = hn::Min(hn::Max(whole, splat(-127.0f)), splat(127.0f));
+    const VF in_steps = hn::IfThenElseZero(hn::Gt(scale, splat(0.0f)), hn::Div(hn::Mul(steps, scale), per_scale));
+    return hn::IfThenElse(is_finite(through_float8(scale)), in_steps, zero);
+  }
+
+  // The part `factor` of the range around its middle. For float16 and float32 the zero is the lower end of that; for
+  // float8, whose scale may be rounded far, the middle is kept.
+  HWY_INLINE void choose_range(VF lo, VF span, MF finite, float factor, Candidate& c) const {
+    const VF width = hn::Mul(span, splat(factor)), half = splat(0.5f);
+    VF scale = hn::Div(width, rules.levels());
+    VF zero = hn::Add(lo, hn::Mul(hn::Sub(span, width), half));
+    if (narrow(rules.type) == ScaleType::kFloat8) {
+      const VF middle = hn::Add(lo, hn::Mul(span, half));
+      scale = stored_scale(scale, hn::Sub(middle, hn::Mul(scale, rules.half_levels())), c.fits);
+      zero = hn::Sub(middle, hn::Mul(scale, rules.half_levels()));
+    } else {
+      scale = stored_scale(scale, zero, c.fits);
+    }
+    c.choice.coder.scale = c.choice.scale = scale;
+    c.choice.coder.zero = c.choice.zero = stored_zero(scale, zero, c.fits);
+    c.choice.coder.top = top_codes(finite, scale, rules.bits);
   }
 
   template <Element kType>
-  HWY_NOINLINE void search_more(VF lo, VF span, VF levels, MF finite, const void* x, int64_t stride, int64_t count,
-                                Quantizers& q) {
-    VF best = squared_error<kType>(x, stride, count, q, levels);
-    for (int i = 1; i < kNumShrinks; i++) {
-      Quantizers other;
-      MF fits;
-      shrunk(lo, span, splat(kShrinks[i]), levels, other.scale, other.zero);
-      make_stored(type, other.scale, other.zero, fits);
-      other.top = top_codes(finite, other.scale, bits);
-      const VF error = squared_error<kType>(x, stride, count, other, levels);
-      MF better = hn::Lt(error, best);
-      if (type != ScaleType::kFloat32) better = hn::And(better, fits);
-      best = hn::IfThenElse(better, error, best);
-      q.scale = hn::IfThenElse(better, other.scale, q.scale);
-      q.zero = hn::IfThenElse(better, other.zero, q.zero);
-      q.top = hn::IfThenElse(hn::RebindMask(DU(), better), other.top, q.top);
+  HWY_INLINE void correct_bias(const void* x, int64_t stride, int64_t count, Candidate& c) const {
+    const Quantizers coder = c.choice.coder;
+    const VF levels = rules.levels();
+    VF sum = splat(0.0f);
+    for (int64_t i = 0; i < count; i++) {
+      const VF value = load_as_float<kType>(x, i * stride);
+      sum = hn::Add(sum, hn::Sub(value, values_of(codes_of(value, coder, levels), coder.scale, coder.zero)));
     }
+    MF fits = c.fits;
+    const VF moved = hn::Add(c.choice.zero, hn::Div(sum, splat(static_cast<float>(count))));
+    const VF zero = stored_zero(c.choice.scale, moved, fits);
+    c.choice.zero = hn::IfThenElse(fits, zero, c.choice.zero);
   }
 
-  bool all_fit() const { return hn::AllFalse(DF(), hn::MaskFromVec(misfit)); }
+  template <Element kType>
+  HWY_INLINE void correct_gain(const void* x, int64_t stride, int64_t count, Candidate& c) const {
+    const Quantizers coder = c.choice.coder;
+    const VF levels = rules.levels(), number = splat(static_cast<float>(count));
+    VF code_mean = rules.half_levels(), x_mean = splat(0.0f);
+    if (!rules.symmetric) {
+      VF codes = x_mean, sum = x_mean;
+      for (int64_t i = 0; i < count; i++) {
+        const VF value = load_as_float<kType>(x, i * stride);
+        codes = hn::Add(codes, hn::ConvertTo(DF(), hn::BitCast(DI(), codes_of(value, coder, levels))));
+        sum = hn::Add(sum, value);
+      }
+      code_mean = hn::Div(codes, number);
+      x_mean = hn::Div(sum, number);
+    }
+    VF both = splat(0.0f), square = both;
+    for (int64_t i = 0; i < count; i++) {
+      const VF value = load_as_float<kType>(x, i * stride), dx = hn::Sub(value, x_mean);
+      const VF dc = hn::Sub(hn::ConvertTo(DF(), hn::BitCast(DI(), codes_of(value, coder, levels))), code_mean);
+      const VF product = hn::Mul(dc, dx), dxdx = hn::Mul(dx, dx);
+      both = hn::Add(both, product);
+      square = hn::Add(square, dxdx);
+    }
+    const VF least = hn::Mul(splat(0.5f), c.choice.scale), most = hn::Mul(splat(2.0f), c.choice.scale);
+    const VF wanted = hn::Min(hn::Max(hn::Div(square, both), least), most);
+    MF fits = hn::And(c.fits, hn::Gt(both, splat(0.0f)));
+    const VF scale = stored_scale(wanted, hn::Sub(x_mean, hn::Mul(wanted, code_mean)), fits);
+    const VF zero = stored_zero(scale, hn::Sub(x_mean, hn::Mul(scale, code_mean)), fits);
+    c.choice.scale = hn::IfThenElse(fits, scale, c.choice.scale);
+    c.choice.zero = hn::IfThenElse(fits, zero, c.choice.zero);
+  }
+
+  // Sum of the squared errors of what is stored, element after element as the reference adds them.
+  template <Element kType>
+  HWY_INLINE VF squared_error(const void* x, int64_t stride, int64_t count, const Choice& c) const {
+    const VF levels = rules.levels();
+    VF sum = splat(0.0f);
+    for (int64_t i = 0; i < count; i++) {
+      const VF value = load_as_float<kType>(x, i * stride);
+      const VF error = hn::Sub(value, values_of(codes_of(value, c.coder, levels), c.scale, c.zero));
+      const VF square = hn::Mul(error, error);
+      sum = hn::Add(sum, square);
+    }
+    return sum;
+  }
+
+  template <Element kType>
+  HWY_NOINLINE void choose_more(Range range, const void* x, int64_t stride, int64_t count, Choice& best) {
+    if (rules.symmetric) {
+      range.hi = hn::Max(hn::Abs(range.lo), hn::Abs(range.hi));
+      range.lo = hn::Neg(range.hi);
+    }
+    const VF span = hn::Add(hn::Sub(range.hi, range.lo), splat(0.0f));
+    const MF finite = hn::Le(hn::Add(span, range.probe), splat(FLT_MAX));
+    const auto candidate = [&](float factor) {
+      Candidate c;
+      choose_range(range.lo, span, finite, factor, c);
+      if (rules.bias) correct_bias<kType>(x, stride, count, c);
+      if (rules.gain) correct_gain<kType>(x, stride, count, c);
+      return c;
+    };
+    const Candidate plain = candidate(1.0f);
+    best = plain.choice;
+    if (rules.search != nullptr && rules.search->count > 0) {
+      VF least = squared_error<kType>(x, stride, count, best);
+      for (int64_t i = 0; i < rules.search->count; i++) {
+        const Candidate other = candidate(rules.search->factor(i));
+        const VF error = squared_error<kType>(x, stride, count, other.choice);
+        const MF better = hn::And(hn::Lt(error, least), other.fits);
+        least = hn::IfThenElse(better, error, least);
+        best.scale = hn::IfThenElse(better, other.choice.scale, best.scale);
+        best.zero = hn::IfThenElse(better, other.choice.zero, best.zero);
+        best.coder.scale = hn::IfThenElse(better, other.choice.coder.scale, best.coder.scale);
+        best.coder.zero = hn::IfThenElse(better, other.choice.coder.zero, best.coder.zero);
+        best.coder.top = hn::IfThenElse(hn::RebindMask(DU(), better), other.choice.coder.top, best.coder.top);
+      }
+    }
+    finish(finite, plain.fits, best);
+  }
 };
 
 // kLanes numbers rounded to an element type; in float16 a finite number never becomes infinite.

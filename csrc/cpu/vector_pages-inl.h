@@ -26,6 +26,7 @@
 #include "cpu/vector_dot16-inl.h"
 #include "cpu/vector_dot32-inl.h"
 #include "cpu/vector_rows-inl.h"
+#include "cpu/vector_scales-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kivi::cpu {
@@ -75,7 +76,8 @@ struct Pages {
   Rows<kRows>* rows = nullptr;
   const RecordLayout* layout = nullptr;
   int64_t group_size = 0;
-  bool half_scales = true;
+  ScaleKind scales = ScaleKind::kHalf;
+  ZeroRule k_zeros{2}, v_zeros{2};
   bool exact = false;
   DotFunction k_dot = nullptr, v_dot = nullptr;
   DotShape k_shape, v_shape;
@@ -100,7 +102,9 @@ struct Pages {
     layout = p.layout;
     const Format& f = *p.format;
     group_size = f.group_size;
-    half_scales = f.scale_type == ScaleType::kFloat16;
+    scales = scale_kind(layout->scale_bytes);
+    k_zeros = ZeroRule(f.k_bits);
+    v_zeros = ZeroRule(f.v_bits, f.v_symmetric);
     exact = p.exact;
     amplitude = static_cast<float>(int16_amplitude(f.head_dim, f.k_bits));
     k_middle = static_cast<float>(code_middle(f.k_bits));
@@ -137,53 +141,59 @@ struct Pages {
   // `tokens` tokens (a multiple of G) from key `first_key` on.
   void page(const uint8_t* records, int64_t tokens, int64_t first_key, Fetch& fetch) {
     if (!rows->sees_any(first_key, tokens)) return;
-    if (exact) {
-      half_scales ? page_as<true, true>(records, tokens, first_key, fetch)
-                  : page_as<true, false>(records, tokens, first_key, fetch);
+    if (scales == ScaleKind::kByte) {
+      page_of<ScaleKind::kByte>(records, tokens, first_key, fetch);
+    } else if (scales == ScaleKind::kHalf) {
+      page_of<ScaleKind::kHalf>(records, tokens, first_key, fetch);
     } else {
-      half_scales ? page_as<false, true>(records, tokens, first_key, fetch)
-                  : page_as<false, false>(records, tokens, first_key, fetch);
+      page_of<ScaleKind::kFloat>(records, tokens, first_key, fetch);
     }
   }
 
  private:
-  template <bool kExact, bool kHalf>
+  template <ScaleKind kKind>
+  HWY_INLINE void page_of(const uint8_t* records, int64_t tokens, int64_t first_key, Fetch& fetch) {
+    exact ? page_as<true, kKind>(records, tokens, first_key, fetch)
+          : page_as<false, kKind>(records, tokens, first_key, fetch);
+  }
+
+  template <bool kExact, ScaleKind kKind>
   HWY_NOINLINE void page_as(const uint8_t* records, int64_t tokens, int64_t first_key, Fetch& fetch) {
     const int64_t count = tokens / group_size;
-    if constexpr (!kExact) bound_queries<kHalf>(records, count);
-    scores<kExact, kHalf>(records, count, fetch);
+    if constexpr (!kExact) bound_queries<kKind>(records, count);
+    scores<kExact, kKind>(records, count, fetch);
     if (rows->sees_all(first_key, tokens)) {
       rows->template softmax<false>(tokens);
-      values<kExact, kHalf, false>(records, count, fetch);
+      values<kExact, kKind, false>(records, count, fetch);
     } else {
       rows->adjust_scores(first_key, tokens);
       rows->template softmax<true>(tokens);
-      values<kExact, kHalf, true>(records, count, fetch);
+      values<kExact, kKind, true>(records, count, fetch);
     }
   }
 
-  // Vector i of a section of scales or zeros.
-  template <bool kHalf>
-  static HWY_INLINE VF load_scale(const uint8_t* section, int64_t i) {
-    return kHalf ? load_half(reinterpret_cast<const uint16_t*>(section) + i)
-                 : load_float(reinterpret_cast<const float*>(section) + i);
-  }
-
-  // Vector i of the largest ones of `count` sections of scales. Scales are not negative, so that halves order like
-  // integers.
-  template <bool kHalf>
+  // Vector i of the largest ones of `count` sections of scales. Scales are not negative, so that bytes and halves order
+  // like integers; that of a lost group is a byte of 255 or a negative NaN, and counts as 0.
+  template <ScaleKind kKind>
   static HWY_INLINE VF largest_scale(const uint8_t* section, int64_t count, int64_t stride, int64_t i) {
-    if constexpr (kHalf) {
-      const hn::Rebind<uint16_t, DF> dh;
-      const hn::Rebind<hwy::float16_t, DF> df16;
-      auto top = hn::LoadU(dh, reinterpret_cast<const uint16_t*>(section) + i);
-      for (int64_t n = 1; n < count; n++) {
-        top = hn::Max(top, hn::LoadU(dh, reinterpret_cast<const uint16_t*>(section + n * stride) + i));
+    if constexpr (kKind == ScaleKind::kByte) {
+      const auto load = [&](int64_t n) {
+        const auto bytes = hn::LoadU(D8(), section + n * stride + i);
+        return hn::IfThenZeroElse(hn::Eq(bytes, hn::Set(D8(), 255)), bytes);
+      };
+      auto top = load(0);
+      for (int64_t n = 1; n < count; n++) top = hn::Max(top, load(n));
+      return half_value(hn::ShiftLeft<7>(hn::PromoteTo(D16(), top)));
+    } else if constexpr (kKind == ScaleKind::kHalf) {
+      const hn::Rebind<int16_t, DF> dh;
+      auto top = hn::Zero(dh);
+      for (int64_t n = 0; n < count; n++) {
+        top = hn::Max(top, hn::LoadU(dh, reinterpret_cast<const int16_t*>(section + n * stride) + i));
       }
-      return hn::PromoteTo(DF(), hn::BitCast(df16, top));
+      return half_value(hn::BitCast(D16(), top));
     } else {
-      VF top = load_scale<kHalf>(section, i);
-      for (int64_t n = 1; n < count; n++) top = hn::Max(top, load_scale<kHalf>(section + n * stride, i));
+      VF top = hn::Zero(DF());
+      for (int64_t n = 0; n < count; n++) top = max_number(load_scale<kKind>(section + n * stride, i), top);
       return top;
     }
   }
@@ -192,7 +202,7 @@ struct Pages {
   // need of *this first, because their stores could change it for all the compiler knows.
 
   // The factors that bring q' into int16: one for each row, from the largest |q * scale| of the page.
-  template <bool kHalf>
+  template <ScaleKind kKind>
   HWY_NOINLINE void bound_queries(const uint8_t* records, int64_t count) {
     const int64_t channels = layout->k_channels, stride = layout->bytes, row_stride = rows->k_padded;
     const uint8_t* const section = records + layout->k_scale;
@@ -202,7 +212,7 @@ struct Pages {
     KIVI_UNROLL
     for (int r = 0; r < kRows; r++) bound[r] = hn::Zero(DF());
     for (int64_t d = 0; d < channels; d += kLanes) {
-      const VF s = largest_scale<kHalf>(section, count, stride, d);
+      const VF s = largest_scale<kKind>(section, count, stride, d);
       KIVI_UNROLL
       for (int r = 0; r < kRows; r++) {
         bound[r] = max_number(hn::Abs(hn::Mul(s, load_float(q + r * row_stride + d))), bound[r]);
@@ -227,22 +237,23 @@ struct Pages {
     }
   }
 
-  template <bool kExact, bool kHalf>
+  template <bool kExact, ScaleKind kKind>
   HWY_NOINLINE void scores(const uint8_t* records, int64_t count, Fetch& fetch) {
     DotResult result{rows->score, kChunk, from_int, c};
     for (int64_t i = 0; i < count; i++, records += layout->bytes, result.out += group_size) {
-      prepare_keys<kExact, kHalf>(records);
+      prepare_keys<kExact, kKind>(records);
       k_dot(k_shape, records + layout->k_codes[0], k_values, fetch, result);
     }
   }
 
   // q' and c of one record.
-  template <bool kExact, bool kHalf>
+  template <bool kExact, ScaleKind kKind>
   HWY_NOINLINE void prepare_keys(const uint8_t* record) {
     const float* const q = kExact ? rows->q : q_scaled;
     const int64_t stride = rows->k_padded, channels = layout->k_channels;
     const uint8_t* const scales = record + layout->k_scale;
     const uint8_t* const zeros = record + layout->k_zero;
+    const ZeroRule zero_rule = k_zeros;
     const ValueStore<kExact> store{k_weight, k_values};
     VF zero_dot[kRows];
     KIVI_UNROLL
@@ -251,8 +262,7 @@ struct Pages {
       VF s[kLineVectors], z[kLineVectors];
       KIVI_UNROLL
       for (int v = 0; v < kLineVectors; v++) {
-        s[v] = load_scale<kHalf>(scales, d + v * kLanes);
-        z[v] = load_scale<kHalf>(zeros, d + v * kLanes);
+        load_group<kKind, false>(scales, zeros, zero_rule, d + v * kLanes, s[v], z[v]);
         if constexpr (kExact) z[v] = hn::MulAdd(s[v], splat(k_middle), z[v]);
       }
       VF y[kRows][kLineVectors];
@@ -299,22 +309,22 @@ struct Pages {
     }
   };
 
-  template <bool kExact, bool kHalf, bool kMasked>
+  template <bool kExact, ScaleKind kKind, bool kMasked>
   HWY_NOINLINE void values(const uint8_t* records, int64_t count, Fetch& fetch) {
     float to_weight = 1.0f, top = 1.0f;
     if constexpr (!kExact) {
-      top = largest_value_scale<kHalf>(records, count);
+      top = largest_value_scale<kKind>(records, count);
       const bool usable = top > kTinyBound;
       to_weight = usable ? 32767.0f / top : 0.0f;
       top = usable ? top / 32767.0f : 0.0f;
     }
     for (int r = 0; r < kRows; r++) from_weight[r] = rows->factor[r] * top;
-    const int64_t lines = layout->v_channels / kLine, group_lines = group_size / kLine;
+    const int64_t lines = layout->v_channels / kLine, group_lines = layout->v_group / kLine;
     DotResult result{rows->acc, rows->v_channels, from_weight, nullptr};
     v_shape.runs = count;
     const uint8_t* const codes = records + layout->v_codes[0];
     for (int64_t g = 0; g < layout->v_groups; g++) {
-      prepare_weights<kExact, kHalf, kMasked>(records, count, g, to_weight);
+      prepare_weights<kExact, kKind, kMasked>(records, count, g, to_weight);
       const int64_t line = g * group_lines;
       v_shape.lines = std::min(lines - line, group_lines);
       result.out = rows->acc + line * kLine;
@@ -322,13 +332,13 @@ struct Pages {
     }
   }
 
-  template <bool kHalf>
+  template <ScaleKind kKind>
   float largest_value_scale(const uint8_t* records, int64_t count) const {
     const int64_t size = layout->v_groups * group_size, stride = layout->bytes;
     const uint8_t* const section = records + layout->v_scale;
     VF top[1] = {hn::Zero(DF())};
     for (int64_t i = 0; i < size; i += kLanes) {
-      top[0] = hn::Max(top[0], largest_scale<kHalf>(section, count, stride, i));
+      top[0] = hn::Max(top[0], largest_scale<kKind>(section, count, stride, i));
     }
     float result;
     max_lanes(top, &result);
@@ -336,11 +346,12 @@ struct Pages {
   }
 
   // w of one group of channels, and the part of its zeros. kMasked: a token that weighs 0 must not give 0 * NaN.
-  template <bool kExact, bool kHalf, bool kMasked>
+  template <bool kExact, ScaleKind kKind, bool kMasked>
   HWY_NOINLINE void prepare_weights(const uint8_t* records, int64_t count, int64_t group, float to_weight) {
     const int64_t size = group_size, stride = layout->bytes, first = group * size, subs = v_subs;
     const uint8_t* scales = records + layout->v_scale;
     const uint8_t* zeros = records + layout->v_zero;
+    const ZeroRule zero_rule = v_zeros;
     const float* score = rows->score;
     const ValueStore<kExact> store{v_weight, v_values};
     VF zero_sum[kRows];
@@ -351,8 +362,7 @@ struct Pages {
         VF s[kLineVectors], z[kLineVectors];
         KIVI_UNROLL
         for (int v = 0; v < kLineVectors; v++) {
-          s[v] = load_scale<kHalf>(scales, first + t + v * kLanes);
-          z[v] = load_scale<kHalf>(zeros, first + t + v * kLanes);
+          load_group<kKind>(scales, zeros, zero_rule, first + t + v * kLanes, s[v], z[v]);
           if constexpr (kExact) z[v] = hn::MulAdd(s[v], splat(v_middle), z[v]);
           if constexpr (!kExact) s[v] = hn::Mul(s[v], splat(to_weight));
         }

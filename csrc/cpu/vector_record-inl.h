@@ -13,9 +13,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "cpu/codes.h"
 #include "cpu/vector_group-inl.h"
+#include "cpu/vector_rotate-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kivi::cpu {
@@ -59,15 +61,6 @@ StripRows fill_strip(const StripRows& rows, int64_t count, int64_t valid, bool r
     }
   }
   return {filled, kLine * kSize};
-}
-
-HWY_INLINE void store_scales(const RecordLayout& layout, uint8_t* section, int64_t i, VF x) {
-  if (layout.scale_bytes == 2) {
-    const hn::Rebind<hwy::float16_t, DF> dh;
-    hn::StoreU(hn::DemoteTo(dh, x), dh, reinterpret_cast<hwy::float16_t*>(section) + i);
-  } else {
-    store_float(x, reinterpret_cast<float*>(section) + i);
-  }
 }
 
 // ---------------------------------------------------------------------------------------------- keys
@@ -171,15 +164,18 @@ HWY_INLINE void encode_key_strip(const EncodeParams& p, int64_t strip, const Str
   constexpr int64_t kSize = element_bytes(kType);
   const RecordLayout& layout = *p.layout;
   const int64_t group = p.format->group_size;
+  const ScaleKind kind = scale_kind(layout.scale_bytes);
+  const ZeroRule rule(kBits);
   Range range[kLineVectors];
   for (int64_t t = 0; t < group; t++) {
     for (int n = 0; n < kLineVectors; n++) widen(range[n], load_as_float<kType>(rows.row(t), n * kLanes));
   }
   Quantizers q[kLineVectors];
   for (int n = 0; n < kLineVectors; n++) {
-    q[n] = chooser.choose<kType>(range[n], rows.data + n * kLanes * kSize, rows.stride / kSize, group);
-    store_scales(layout, p.record + layout.k_scale, strip * kLine + n * kLanes, q[n].scale);
-    store_scales(layout, p.record + layout.k_zero, strip * kLine + n * kLanes, q[n].zero);
+    const Choice c = chooser.choose<kType>(range[n], rows.data + n * kLanes * kSize, rows.stride / kSize, group);
+    store_group(kind, p.record + layout.k_scale, p.record + layout.k_zero, rule, strip * kLine + n * kLanes, c.scale,
+                c.zero);
+    q[n] = c.coder;
   }
   encode_key_codes<kType, kBits>(p, strip, rows, fetch, q);
 }
@@ -189,7 +185,7 @@ bool encode_keys(const EncodeParams& p) {
   constexpr int64_t kSize = element_bytes(kType);
   const Format& f = *p.format;
   const int64_t next = f.group_size * p.k_token_stride * kSize;
-  Chooser chooser{f.scale_type, f.range_search, kBits, splat(0.0f)};
+  Chooser chooser(GroupRules{f.scale_type, kBits, false, f.k_bias_correction, false, &f.k_search});
   for (int64_t strip = 0; strip < p.layout->k_channels / kLine; strip++) {
     StripRows rows{static_cast<const uint8_t*>(p.k) + strip * kLine * kSize, p.k_token_stride * kSize};
     const int64_t valid = std::min<int64_t>(kLine, f.head_dim - strip * kLine);
@@ -253,7 +249,7 @@ HWY_INLINE Range value_ranges(const StripRows* strips, int64_t count, int64_t to
   return {low, hn::Max(hn::Max(a, b), hn::Max(c, d))};
 }
 
-// For the range search: the group's elements with the token in the lane, [channel][kLanes].
+// For rules that look at the elements: those of a group with the token in the lane, [channel][kLanes].
 template <Element kType>
 void turn_values(const StripRows* strips, int64_t channels, int64_t token, float* turned) {
   alignas(64) float row[kLine];
@@ -271,22 +267,23 @@ void turn_values(const StripRows* strips, int64_t channels, int64_t token, float
 template <Element kType>
 HWY_INLINE void choose_value_scales(const EncodeParams& p, const StripRows* strips, Chooser& chooser,
                                     ValueScales& scales) {
-  const Format& f = *p.format;
-  const int64_t group = f.group_size;
-  for (int64_t g = 0; g < p.layout->v_groups; g++) {
-    const int64_t channels = std::min(group, f.value_head_dim - g * group);
-    const StripRows* own = strips + g * group / kLine;
+  const RecordLayout& layout = *p.layout;
+  const int64_t group = p.format->group_size, dim = p.format->value_head_dim;
+  const ScaleKind kind = scale_kind(layout.scale_bytes);
+  const ZeroRule rule(p.format->v_bits, p.format->v_symmetric);
+  for (int64_t g = 0; g < layout.v_groups; g++) {
+    const int64_t channels = std::min(layout.v_group, dim - g * layout.v_group);
+    const StripRows* own = strips + g * layout.v_group / kLine;
     for (int64_t t = 0; t < group; t += kLanes) {
       const Range range = value_ranges<kType>(own, ceil_div(channels, kLine), t);
-      alignas(64) float turned[kMaxGroup * kLanes];
-      if (f.range_search) turn_values<kType>(own, channels, t, turned);
-      const Quantizers q = chooser.choose<Element::kFloat32>(range, turned, kLanes, channels);
+      alignas(64) float turned[kMaxHeadDim * kLanes];
+      if (!chooser.rules.plain()) turn_values<kType>(own, channels, t, turned);
+      const Choice c = chooser.choose<Element::kFloat32>(range, turned, kLanes, channels);
       const int64_t at = g * group + t;
-      hn::Store(q.scale, DF(), scales.scale + at);
-      hn::Store(q.zero, DF(), scales.zero + at);
-      hn::Store(q.top, DU(), scales.top + at);
-      store_scales(*p.layout, p.record + p.layout->v_scale, at, q.scale);
-      store_scales(*p.layout, p.record + p.layout->v_zero, at, q.zero);
+      hn::Store(c.coder.scale, DF(), scales.scale + at);
+      hn::Store(c.coder.zero, DF(), scales.zero + at);
+      hn::Store(c.coder.top, DU(), scales.top + at);
+      store_group(kind, p.record + layout.v_scale, p.record + layout.v_zero, rule, at, c.scale, c.zero);
     }
   }
 }
@@ -366,11 +363,11 @@ bool encode_values(const EncodeParams& p) {
     strips[num_strips - 1] = fill_strip<kType>(strips[num_strips - 1], f.group_size, last_valid, true, filled);
   }
   ValueScales scales;
-  Chooser chooser{f.scale_type, f.range_search, kBits, splat(0.0f)};
+  Chooser chooser(GroupRules{f.scale_type, kBits, f.v_symmetric, false, f.v_gain_correction, &f.v_search});
   choose_value_scales<kType>(p, strips, chooser, scales);
   for (int64_t s = 0; s < num_strips; s++) {
     const int64_t valid = s + 1 < num_strips ? kLine : last_valid;
-    const int64_t at = s * kLine / f.group_size * f.group_size;
+    const int64_t at = s * kLine / layout.v_group * f.group_size;
     const int64_t fetch = valid == kLine ? f.group_size * p.v_token_stride * kSize : 0;
     for (int n = 0; n < kLineVectors; n++) {
       const auto existing = static_cast<size_t>(std::max<int64_t>(valid - n * kLanes, 0));
@@ -420,10 +417,32 @@ bool encode_values_of_bits(const EncodeParams& p) {
   }
 }
 
+// The values of a record in float32, rotated; rows are a multiple of a vector apart.
+template <Element kType>
+HWY_NOINLINE bool encode_rotated_values(const EncodeParams& p) {
+  const int64_t dim = p.format->value_head_dim, stride = round_up(dim, kLine);
+  thread_local std::vector<float> buffer;
+  buffer.resize(static_cast<size_t>(p.format->group_size * stride));
+  float* const rows = buffer.data();
+  for (int64_t t = 0; t < p.format->group_size; t++) {
+    float* const row = rows + t * stride;
+    const int64_t at = t * p.v_token_stride;
+    int64_t d = 0;
+    for (; d + kLanes <= dim; d += kLanes) store_float(load_as_float<kType>(p.v, at + d), row + d);
+    if (d < dim) store_float(load_tail<kType>(p.v, at + d, dim - d), row + d);
+    rotate(row, dim, /*back=*/false);
+  }
+  EncodeParams rotated = p;
+  rotated.v = rows;
+  rotated.v_token_stride = stride;
+  rotated.type = Element::kFloat32;
+  return encode_values_of_bits<Element::kFloat32>(rotated);
+}
+
 template <Element kType>
 bool encode_as(const EncodeParams& p) {
   const bool keys_fit = encode_keys_of_bits<kType>(p);
-  return encode_values_of_bits<kType>(p) && keys_fit;
+  return (p.format->v_rotated ? encode_rotated_values<kType>(p) : encode_values_of_bits<kType>(p)) && keys_fit;
 }
 
 bool encode(const EncodeParams& p) {
@@ -436,7 +455,7 @@ bool encode(const EncodeParams& p) {
   clear(r.k_scale + k_bytes, r.k_zero);
   clear(r.k_zero + k_bytes, r.v_codes[0]);
   clear(r.v_scale + v_bytes, r.v_zero);
-  clear(r.v_zero + v_bytes, r.bytes);
+  if (!p.format->v_symmetric) clear(r.v_zero + v_bytes, r.bytes);
   switch (p.type) {
     case Element::kFloat32:
       return encode_as<Element::kFloat32>(p);

@@ -17,6 +17,7 @@
 #include <limits>
 
 #include "cpu/plan.h"
+#include "cpu/vector_rotate-inl.h"
 #include "cpu/vector_simd-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -151,22 +152,18 @@ struct Rows {
     for (int r = 0; r < kRows; r++) store_float(hn::MulAdd(splat(factor[r]), total[r], load_float(sum[r])), sum[r]);
   }
 
+  // What the pages gave comes back from the rotation of their values; before the exact keys, which are not rotated.
+  HWY_NOINLINE void rotate_back() {
+    float* rows[kRows];
+    for (int r = 0; r < kRows; r++) rows[r] = acc + r * v_channels;
+    add_zeros(rows);
+    std::memset(zero_acc, 0, static_cast<size_t>(kRows * v_groups) * kLanes * sizeof(float));
+    for (int r = 0; r < kRows; r++) rotate(rows[r], params->format->value_head_dim, /*back=*/true);
+  }
+
   // The end: out[r] = acc and zeros together, [v_channels] (may be acc itself); total[r] = the sum.
   HWY_NOINLINE void finish(float* const (&out)[kRows], float (&total)[kRows]) const {
-    const int64_t group_size = params->format->group_size, channels = v_channels;
-    for (int64_t g = 0; g < v_groups; g++) {
-      VF lanes[kRows];
-      KIVI_UNROLL
-      for (int r = 0; r < kRows; r++) lanes[r] = load_float(zero_acc + (g * kRows + r) * kLanes);
-      float zero[kRows];
-      sum_lanes(lanes, zero);
-      const int64_t end = std::min(channels, (g + 1) * group_size);
-      for (int r = 0; r < kRows; r++) {
-        const float* const a = acc + r * channels;
-        const VF z = splat(zero[r]);
-        for (int64_t d = g * group_size; d < end; d += kLanes) store_float(hn::Add(load_float(a + d), z), out[r] + d);
-      }
-    }
+    add_zeros(out);
     VF lanes[kRows];
     KIVI_UNROLL
     for (int r = 0; r < kRows; r++) lanes[r] = load_float(sum[r]);
@@ -174,6 +171,23 @@ struct Rows {
   }
 
  private:
+  HWY_INLINE void add_zeros(float* const (&out)[kRows]) const {
+    const int64_t group = params->layout->v_group, channels = v_channels;
+    for (int64_t g = 0; g < v_groups; g++) {
+      VF lanes[kRows];
+      KIVI_UNROLL
+      for (int r = 0; r < kRows; r++) lanes[r] = load_float(zero_acc + (g * kRows + r) * kLanes);
+      float zero[kRows];
+      sum_lanes(lanes, zero);
+      const int64_t end = std::min(channels, (g + 1) * group);
+      for (int r = 0; r < kRows; r++) {
+        const float* const a = acc + r * channels;
+        const VF z = splat(zero[r]);
+        for (int64_t d = g * group; d < end; d += kLanes) store_float(hn::Add(load_float(a + d), z), out[r] + d);
+      }
+    }
+  }
+
   // A row with NaN or Inf becomes NaN as a whole, so that no part of it has to be looked after.
   void load_query(int r, int64_t at, bool exists) {
     float* row = q + r * k_padded;

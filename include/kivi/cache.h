@@ -37,7 +37,18 @@ struct CacheOptions {
   int64_t sink_length = 4;              // the first tokens, always exact
   std::string precision = "fast";       // "fast": int16 products; "exact": fp32
   bool range_search = false;            // search the best of the ranges shrunk by 0.90 to 1.00 when quantising
-  std::string scale_dtype = "float16";  // or "float32": the stored scale and zero
+  std::string scale_dtype = "float16";  // "float32", "float16" or "float8": the stored scale and zero
+
+  // All that follows is beyond KIVI; see kivi/format.h for the exact meaning.
+  std::string recipe = "";            // a name for a set of the options: "kivi", "near-lossless"; empty: none
+  std::vector<double> k_search = {};  // parts of the range that are tried beside the whole; range_search: 0.98 to 0.90
+  std::vector<double> v_search = {};  // (a correction is part of each trial)
+  bool k_bias_correction = false;     // K: move each group's zero by its mean error
+  bool v_gain_correction = false;     // V: scale and zero that keep the slope and the mean of a group
+  std::optional<int64_t> v_group_size = std::nullopt;  // channels of a group of V: a multiple of group_size or
+                                                       // value_head_dim; none: group_size
+  bool v_symmetric = false;                            // V: no zeros, ranges lie around 0
+  bool v_rotated = false;                              // V: rotated by a Hadamard matrix before it is quantised
 };
 
 // How a query attends. The meaning of the fields is that of scaled_dot_product_attention where it has them.
@@ -86,6 +97,9 @@ class KIVI_API KVCache : public torch::CustomClassHolder {
   bool empty() const;          // no row holds a token
   // Bytes of all storages that the cache holds, each counted once.
   int64_t nbytes() const;
+  // Bits that a number of a quantised token takes, K and V together: codes, scales, zeros and padding, all that a page
+  // holds. The exact tokens come on top (nbytes counts everything).
+  double bits_per_element() const;
 
   // The cached keys and values, [B, Hkv, length(), D] and [..., Dv], in the cache's dtype; exact tokens as they came.
   // Slots past the length of a shorter row are 0.

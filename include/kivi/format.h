@@ -4,8 +4,9 @@
 //
 // Block record: `group_size` tokens of one kv head in one run of bytes, 64-byte aligned:
 //
-//   K codes | K scale [D] | K zero [D] | V codes | V scale [ceil(Dv/G)][G] | V zero [ceil(Dv/G)][G]
+//   K codes | K scale [D] | K zero [D] | V codes | V scale [ceil(Dv/Gv)][G] | V zero [ceil(Dv/Gv)][G]
 //
+// Gv is the number of channels in a group of V, G unless the format says otherwise; a symmetric V has no zeros.
 // Codes stand in 32-bit little-endian words along the axis that attention contracts: a K word holds consecutive
 // channels of one token, a V word consecutive tokens of one channel. Element e of a word of B-bit codes sits at bit
 // B*(e/2) + 16*(e%2), so that elements 2j and 2j+1 stand at the same place of the two 16-bit halves: one operand of a
@@ -20,19 +21,61 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 namespace kivi {
 
-inline constexpr int64_t kFormatVersion = 1;
+inline constexpr int64_t kFormatVersion = 2;
 inline constexpr int64_t kPageTokens = 128;  // a multiple of every group size
 inline constexpr int64_t kLineBytes = 64;    // a cache line, and 16 words
 inline constexpr int64_t kLineLanes = 16;
 inline constexpr int64_t kMaxHeadDim = 1024;
 
-// How scale and zero are stored in a record. kWidened is what a float16 cache becomes when a group leaves float16's
-// range: stored as float32, yet still rounded to float16 wherever they fit, so that no code depends on when the
-// widening happened.
-enum class ScaleType : uint8_t { kFloat16 = 16, kFloat32 = 32, kWidened = 48 };
+// How scale and zero are stored in a record.
+//
+// kFloat8: a scale is the upper byte of a float16 without its sign (5 bits of exponent, 3 of mantissa), from 8e-6 to
+// 61440, rounded to nearest; a zero is a signed byte in units of scale / zero_steps(bits), and the scale is raised
+// where the zero would not fit. A group that holds NaN or Inf has the scale byte 255.
+//
+// kWidened and kWidened8 are what a float16 and a float8 cache become when a group leaves the range: stored as float32,
+// yet still rounded as before wherever that fits, so that no code depends on when the widening happened.
+enum class ScaleType : uint8_t { kFloat8 = 8, kFloat16 = 16, kFloat32 = 32, kWidened8 = 40, kWidened = 48 };
+
+constexpr bool is_scale_type(ScaleType t) {
+  return t == ScaleType::kFloat8 || t == ScaleType::kFloat16 || t == ScaleType::kFloat32 || t == ScaleType::kWidened8 ||
+         t == ScaleType::kWidened;
+}
+// What a cache of this type becomes when a group leaves its range; itself if none does.
+constexpr ScaleType widened(ScaleType t) {
+  return t == ScaleType::kFloat16 ? ScaleType::kWidened : t == ScaleType::kFloat8 ? ScaleType::kWidened8 : t;
+}
+// The type whose numbers a cache of this type rounds to where they fit.
+constexpr ScaleType narrow(ScaleType t) {
+  return t == ScaleType::kWidened ? ScaleType::kFloat16 : t == ScaleType::kWidened8 ? ScaleType::kFloat8 : t;
+}
+constexpr int64_t scale_bytes(ScaleType t) { return t == ScaleType::kFloat8 ? 1 : t == ScaleType::kFloat16 ? 2 : 4; }
+// kFloat8: steps of a zero in one scale. Fine steps at few bits, where the range is a few scales wide.
+constexpr float zero_steps(int64_t bits) { return bits == 8 ? 0.125f : static_cast<float>(1 << (5 - bits)); }
+
+// Ranges that are tried beside the plain one when a group is quantised: parts of it, around the same middle. The one
+// with the least sum of squared errors is kept; the first wins a tie, and the plain one is the first.
+struct RangeSearch {
+  static constexpr int64_t kMax = 16;
+  int64_t count = 0;
+  int16_t thousandths[kMax] = {};
+
+  constexpr float factor(int64_t i) const { return static_cast<float>(thousandths[i]) / 1000.0f; }
+  friend constexpr bool operator==(const RangeSearch& a, const RangeSearch& b) {
+    if (a.count != b.count) return false;
+    for (int64_t i = 0; i < a.count; i++) {
+      if (a.thousandths[i] != b.thousandths[i]) return false;
+    }
+    return true;
+  }
+  friend constexpr bool operator!=(const RangeSearch& a, const RangeSearch& b) { return !(a == b); }
+};
+inline constexpr RangeSearch kNarrowSearch{5, {980, 960, 940, 920, 900}};
+inline constexpr RangeSearch kWideSearch{10, {960, 920, 880, 840, 800, 760, 720, 680, 640, 600}};
 
 // What one cache looks like. Sizes in tokens and channels.
 struct Format {
@@ -45,16 +88,34 @@ struct Format {
   int64_t residual_length = 128;  // R: the newest tokens, always exact
   int64_t sink_length = 4;        // the first tokens, always exact
   ScaleType scale_type = ScaleType::kFloat16;
-  bool range_search = false;  // encode with the best of the ranges shrunk by 0.90 to 1.00
+  RangeSearch k_search, v_search;
+  // K: after its codes are made, a group's zero is moved by its mean error, so that the mean error becomes 0.
+  bool k_bias_correction = false;
+  // V: after its codes are made, a group's scale and zero are chosen so that the values have the slope 1 on what they
+  // stand for, and the same mean. Rounding shrinks values towards the middle of the range, and attention adds that up.
+  bool v_gain_correction = false;
+  int64_t v_group_size = 0;  // Gv, channels of a group of V: a multiple of G; 0: G
+  bool v_symmetric = false;  // V: zero = -scale * (2^v_bits - 1) / 2, not stored
+  bool v_rotated = false;    // V times a Hadamard matrix before it is quantised (rotation_size)
 
   friend constexpr bool operator==(const Format& a, const Format& b) {
     return a.num_kv_heads == b.num_kv_heads && a.head_dim == b.head_dim && a.value_head_dim == b.value_head_dim &&
            a.k_bits == b.k_bits && a.v_bits == b.v_bits && a.group_size == b.group_size &&
            a.residual_length == b.residual_length && a.sink_length == b.sink_length && a.scale_type == b.scale_type &&
-           a.range_search == b.range_search;
+           a.k_search == b.k_search && a.v_search == b.v_search && a.k_bias_correction == b.k_bias_correction &&
+           a.v_gain_correction == b.v_gain_correction && a.v_group_size == b.v_group_size &&
+           a.v_symmetric == b.v_symmetric && a.v_rotated == b.v_rotated;
   }
   friend constexpr bool operator!=(const Format& a, const Format& b) { return !(a == b); }
 };
+
+// Gv, a multiple of G.
+constexpr int64_t value_group(const Format& f) { return f.v_group_size == 0 ? f.group_size : f.v_group_size; }
+
+// The values of a head are rotated in blocks of this many channels: the largest power of two that divides Dv. A block
+// x of n channels becomes H x / 2^ceil(log2(n) / 2) with H[i][j] = (-1)^(bits that i and j share), and comes back as
+// H y / 2^floor(log2(n) / 2): both factors are powers of two, so that only the sums round.
+constexpr int64_t rotation_size(int64_t value_head_dim) { return value_head_dim & -value_head_dim; }
 
 // 64-bit size arithmetic that remembers an overflow instead of wrapping.
 struct CheckedSize {
@@ -95,24 +156,26 @@ constexpr int64_t codes_per_word(int64_t bits) { return 32 / bits; }
 struct RecordLayout {
   int64_t k_channels = 0;           // D rounded up to a line of 16; the added channels hold code, scale and zero 0
   int64_t v_channels = 0;           // Dv rounded up likewise
-  int64_t v_groups = 0;             // ceil(Dv / G); the last group may be short
+  int64_t v_group = 0;              // Gv
+  int64_t v_groups = 0;             // ceil(Dv / Gv); the last group may be short
   int64_t k_words[2] = {0, 0};      // words per token, by plane
   int64_t v_words[2] = {0, 0};      // words per channel, by plane
   int64_t k_codes[2] = {0, 0};      // plane p: lines [G / 16][k_words[p]]
   int64_t k_scale = 0, k_zero = 0;  // [k_channels]
   int64_t v_codes[2] = {0, 0};      // plane p: lines [v_words[p]][v_channels / 16]
-  int64_t v_scale = 0, v_zero = 0;  // [v_groups][G]
-  int64_t scale_bytes = 2;          // of one scale or zero: 2 or 4
+  int64_t v_scale = 0, v_zero = 0;  // [v_groups][G]; v_zero is empty if V is symmetric
+  int64_t scale_bytes = 2;          // of one scale or zero: 1, 2 or 4
   int64_t bytes = 0;                // of the whole record, a multiple of 64
 };
 
 // Needs a format that `format_error` accepts. Sections start on multiples of 64 bytes.
 constexpr RecordLayout record_layout(const Format& f) {
   RecordLayout r;
-  r.scale_bytes = f.scale_type == ScaleType::kFloat16 ? 2 : 4;
+  r.scale_bytes = scale_bytes(f.scale_type);
   r.k_channels = round_up(f.head_dim, kLineLanes);
   r.v_channels = round_up(f.value_head_dim, kLineLanes);
-  r.v_groups = ceil_div(f.value_head_dim, f.group_size);
+  r.v_group = value_group(f);
+  r.v_groups = ceil_div(f.value_head_dim, r.v_group);
   int64_t at = 0;
   for (int p = 0; p < num_planes(f.k_bits); p++) {
     r.k_words[p] = ceil_div(r.k_channels, codes_per_word(plane_bits(f.k_bits, p)));
@@ -131,7 +194,7 @@ constexpr RecordLayout record_layout(const Format& f) {
   r.v_scale = at;
   at += round_up(r.v_groups * f.group_size * r.scale_bytes, kLineBytes);
   r.v_zero = at;
-  at += round_up(r.v_groups * f.group_size * r.scale_bytes, kLineBytes);
+  if (!f.v_symmetric) at += round_up(r.v_groups * f.group_size * r.scale_bytes, kLineBytes);
   r.bytes = at;
   return r;
 }
@@ -170,9 +233,22 @@ constexpr const char* format_error(const Format& f, int64_t* value) {
   if (f.sink_length < 0 || f.sink_length > (int64_t{1} << 30)) {
     return bad(f.sink_length, "sink_length must be 0 to 2^30");
   }
-  if (f.scale_type != ScaleType::kFloat16 && f.scale_type != ScaleType::kFloat32 &&
-      f.scale_type != ScaleType::kWidened) {
-    return bad(static_cast<int64_t>(f.scale_type), "scale_type must be 16 (float16), 32 (float32) or 48 (widened)");
+  if (!is_scale_type(f.scale_type)) {
+    return bad(static_cast<int64_t>(f.scale_type),
+               "scale_type must be 8 (float8), 16 (float16), 32 (float32), 40 or 48 (widened)");
+  }
+  if (f.v_group_size < 0 || f.v_group_size > kMaxHeadDim || f.v_group_size % f.group_size != 0) {
+    return bad(f.v_group_size, "v_group_size must be a multiple of group_size up to 1024, or 0");
+  }
+  for (const RangeSearch* search : {&f.k_search, &f.v_search}) {
+    if (search->count < 0 || search->count > RangeSearch::kMax) {
+      return bad(search->count, "a range search must try at most 16 parts");
+    }
+    for (int64_t i = 0; i < search->count; i++) {
+      if (search->thousandths[i] < 1 || search->thousandths[i] > 1000) {
+        return bad(search->thousandths[i], "the parts of a range search must be 1 to 1000 thousandths");
+      }
+    }
   }
   return nullptr;
 }
@@ -186,6 +262,12 @@ constexpr Format example_format(int64_t bits) {
 }
 static_assert(record_layout(example_format(2)).bytes == 96 * 32, "the record is the published one");
 static_assert(record_layout(example_format(4)).bytes == 160 * 32, "the record is the published one");
+constexpr Format narrow_format(int64_t bits) {
+  Format f = example_format(bits);
+  f.scale_type = ScaleType::kFloat8, f.v_group_size = 128, f.v_symmetric = true;
+  return f;
+}
+static_assert(record_layout(narrow_format(4)).bytes == (64 + 64) * 32 + 128 + 128 + 64, "a byte a scale");
 }  // namespace detail
 
 }  // namespace kivi

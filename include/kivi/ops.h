@@ -14,6 +14,8 @@
 
 namespace kivi {
 
+struct CacheOptions;  // kivi/cache.h
+
 // Asymmetric min/max quantisation in groups of `group_size` along `axis` of x (any rank >= 1, float32, float16 or
 // bfloat16). Returns codes (uint8, the axis holds ceil(n * bits / 8) bytes: a dense little-endian bit string), scale
 // and zero (float32, the axis holds ceil(n / group_size)). Arithmetic is fp32: scale = (max - min) / (2^bits - 1), zero
@@ -34,7 +36,10 @@ KIVI_API at::Tensor fake_quantize(const at::Tensor& x, int64_t axis, int64_t bit
 // compact list of integers describes the format; make it with cache_format.
 
 // [version, num_kv_heads, head_dim, value_head_dim, k_bits, v_bits, group_size, residual_length, sink_length, scale
-// type (16, 32; 48: float32 that holds float16 values where they fit), range_search]. Every value is checked.
+// type (8, 16, 32; 40 and 48: float32 that holds float8 and float16 values where they fit), k_bias_correction,
+// v_gain_correction, v_group_size (0: group_size), v_symmetric, v_rotated, then two range searches (K, V): the number
+// of parts and each part in thousandths]. Every value is checked. Of the options all but the precision count.
+KIVI_API std::vector<int64_t> cache_format(const CacheOptions& options);
 KIVI_API std::vector<int64_t> cache_format(int64_t num_kv_heads, int64_t head_dim,
                                            std::optional<int64_t> value_head_dim = std::nullopt, int64_t k_bits = 2,
                                            int64_t v_bits = 2, int64_t group_size = 32, int64_t residual_length = 128,

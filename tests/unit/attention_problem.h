@@ -15,6 +15,7 @@
 #include "cpu/codes.h"
 #include "cpu/half.h"
 #include "cpu/kernels.h"
+#include "tests/unit/oracle.h"
 
 namespace kivi::test {
 
@@ -288,9 +289,24 @@ class Problem {
     v.push_back(std::move(v_double));
   }
 
-  double scale_at(const uint8_t* record, int64_t section, int64_t i) const {
-    if (layout.scale_bytes == 2) return cpu::load_element(record + section, Element::kFloat16, i);
-    return cpu::load_element(record + section, Element::kFloat32, i);
+  struct Group {
+    double scale, zero;
+  };
+
+  // Scale and zero of one group, from the text of kivi/format.h.
+  Group group_at(const uint8_t* record, int64_t scales, int64_t zeros, int64_t i, int64_t bits, bool symmetric) const {
+    const double middle = 0.5 * static_cast<double>((1 << bits) - 1);
+    if (layout.scale_bytes == 1) {
+      const int byte = record[scales + i], exponent = byte >> 3, mantissa = byte & 7;
+      if (byte == 255) return {0, std::nan("")};
+      const double scale = exponent == 0 ? std::ldexp(mantissa, -17) : std::ldexp(8 + mantissa, exponent - 18);
+      const double step = bits == 8 ? 8 : std::ldexp(1.0, static_cast<int>(bits) - 5);
+      return {scale, symmetric ? -middle * scale : static_cast<int8_t>(record[zeros + i]) * step * scale};
+    }
+    const Element type = layout.scale_bytes == 2 ? Element::kFloat16 : Element::kFloat32;
+    const double scale = cpu::load_element(record + scales, type, i);
+    if (std::isnan(scale)) return {0, scale};
+    return {scale, symmetric ? -middle * scale : cpu::load_element(record + zeros, type, i)};
   }
 
   // A word of 32 codes of 1 bit may have 16 channels or tokens only; the other bits must not matter.
@@ -317,19 +333,21 @@ class Problem {
     const Format& f = format;
     for (int64_t t = 0; t < f.group_size; t++) {
       for (int64_t i = 0; i < f.head_dim; i++) {
-        const double scale = scale_at(record, layout.k_scale, i);
+        const Group g = group_at(record, layout.k_scale, layout.k_zero, i, f.k_bits, false);
         largest_k_scale_.resize(static_cast<size_t>(f.head_dim), 0.0);
         auto& top = largest_k_scale_[static_cast<size_t>(i)];
-        top = std::max(top, scale);
-        keys[t * f.head_dim + i] = scale_at(record, layout.k_zero, i) +
-                                   scale * cpu::load_code(cpu::Side::kKey, layout, f.k_bits, record, t, i);
+        top = std::max(top, g.scale);
+        keys[t * f.head_dim + i] = g.zero + g.scale * cpu::load_code(cpu::Side::kKey, layout, f.k_bits, record, t, i);
       }
+      const int64_t per_group = f.v_group_size == 0 ? f.group_size : f.v_group_size;
+      std::vector<double> row;
       for (int64_t i = 0; i < f.value_head_dim; i++) {
-        const int64_t at = i / f.group_size * f.group_size + t;
-        values[t * f.value_head_dim + i] =
-            scale_at(record, layout.v_zero, at) +
-            scale_at(record, layout.v_scale, at) * cpu::load_code(cpu::Side::kValue, layout, f.v_bits, record, t, i);
+        const int64_t at = i / per_group * f.group_size + t;
+        const Group g = group_at(record, layout.v_scale, layout.v_zero, at, f.v_bits, f.v_symmetric);
+        row.push_back(g.zero + g.scale * cpu::load_code(cpu::Side::kValue, layout, f.v_bits, record, t, i));
       }
+      if (f.v_rotated) row = cpu::oracle::rotated(row, true);
+      std::copy(row.begin(), row.end(), values + t * f.value_head_dim);
     }
   }
 

@@ -273,6 +273,29 @@ TEST_P(AttentionVector, Float32Scales) {
   }
 }
 
+// Every way to store a record: scales of each type, groups of V of each size, symmetric and rotated values.
+TEST_P(AttentionVector, RecordOptions) {
+  for (const ScaleType type : {ScaleType::kFloat8, ScaleType::kFloat16, ScaleType::kWidened8}) {
+    for (const int64_t bits : {1, 2, 3, 4, 8}) {
+      for (int64_t i = 0; i < 8; i++) {
+        const int64_t dims[] = {64, 80, 128, 48}, groups[] = {32, 64, 16, 128};
+        const int64_t d = dims[(i + bits) % 4], g = groups[(i / 2 + bits) % 4];
+        Settings s = settings(make_format(2, d, d, bits, bits, g, 8, 4), {420, 900}, 8, i % 3 == 0 ? 3 : 1);
+        s.format.scale_type = type;
+        s.format.v_symmetric = (i & 1) != 0;
+        s.format.v_rotated = (i & 2) != 0;
+        if ((i & 4) != 0) s.format.v_group_size = round_up(d, g);
+        s.mask = i % 2 == 0 ? MaskType::kNone : MaskType::kBool;
+        s.new_len = s.q_len;
+        s.new_lengths = {s.q_len, s.q_len};
+        check(s, 0,
+              "scales " + std::to_string(static_cast<int>(type)) + " bits " + std::to_string(bits) + " case " +
+                  std::to_string(i));
+      }
+    }
+  }
+}
+
 // The limits that the issue states: outliers of 5x and 30x, scores up to +-40.
 TEST_P(AttentionVector, WideScores) {
   for (const int64_t bits : {1, 2, 3, 4, 8}) {
@@ -360,6 +383,38 @@ TEST_P(AttentionVector, NaNBehindAMaskIsNotSeen) {
       for (int64_t t = first; t < last; t++) mask[t * problem.params.mask_strides[3]] = 1;
       for (const double x : problem.run(kernels(), exact).out) ASSERT_TRUE(std::isnan(x)) << "quantized " << quantized;
       for (int64_t t = first; t < last; t++) mask[t * problem.params.mask_strides[3]] = 0;
+    }
+  }
+}
+
+// A group of NaN that has no zero to say so, or one byte only, spoils no other token, seen or not.
+TEST_P(AttentionVector, NaNInEveryKindOfRecord) {
+  for (const ScaleType type : {ScaleType::kFloat8, ScaleType::kFloat16, ScaleType::kFloat32}) {
+    for (int64_t i = 0; i < 8; i++) {
+      Settings s = settings(make_format(1, 64, 64, 2, 2, 32, 32, 4), {310}, 4, 1);
+      s.format.scale_type = type;
+      s.format.v_symmetric = (i & 1) != 0;
+      s.format.v_rotated = (i & 2) != 0;
+      if ((i & 4) != 0) s.format.v_group_size = 64;
+      s.mask = MaskType::kBool;
+      s.broadcast_mask = true;
+      for (const bool in_key : {true, false}) {
+        s.edit = [in_key](int64_t, int64_t, std::vector<float>& k, std::vector<float>& v) {
+          in_key ? k[40 * 64 + 3] = NAN : v[40 * 64 + 4] = INFINITY;
+        };
+        Problem problem(s);
+        auto* mask = static_cast<uint8_t*>(const_cast<void*>(problem.params.mask));
+        const int64_t first = in_key ? 36 : 40, last = in_key ? 68 : 41;
+        for (const bool seen : {false, true}) {
+          for (int64_t t = first; t < last; t++) mask[t * problem.params.mask_strides[3]] = seen ? 1 : 0;
+          const Result want = problem.oracle();
+          for (const bool exact : {true, false}) {
+            expect_near(problem.run(kernels(), exact), want, fast_limit(problem),
+                        "scales " + std::to_string(static_cast<int>(type)) + " case " + std::to_string(i));
+          }
+          ASSERT_EQ(std::isnan(want.out[0]), seen) << i;
+        }
+      }
     }
   }
 }

@@ -2,6 +2,7 @@
 // conversion of float16: one group at a time, one code at a time, every bit addressed by itself.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -11,23 +12,123 @@
 
 namespace kivi::cpu::oracle {
 
+struct Rules {
+  int bits;
+  ScaleType type;
+  RangeSearch search;
+  bool symmetric = false, bias = false, gain = false;
+};
+
 struct Group {
-  float scale = 0;
-  float zero = 0;
+  float scale = 0, zero = 0;  // stored
   std::vector<int> codes;
   bool fits = true;  // the stored type
 };
 
-inline float rounded(float x, ScaleType type, bool* fits) {
-  if (type == ScaleType::kFloat32) return x;
+inline bool is_byte(ScaleType t) { return t == ScaleType::kFloat8 || t == ScaleType::kWidened8; }
+inline bool is_wide(ScaleType t) { return t == ScaleType::kWidened || t == ScaleType::kWidened8; }
+
+// The nearest of the numbers (8 + m) * 2^(e - 18) with m below 8, e from 1 to 30, and m * 2^-17; above them Inf.
+// Through float16, half to even.
+inline float to_float8(float x) {
   const float h = half_to_float(float_to_half(x));
-  if (std::isfinite(h)) return h;
-  *fits = false;
-  return type == ScaleType::kWidened ? x : h;
+  if (!std::isfinite(h)) return h;
+  int exponent;
+  std::frexp(h, &exponent);
+  const float step = std::ldexp(1.0f, std::max(exponent - 4, -17));
+  const float rounded = std::rint(h / step) * step;
+  return rounded > 61440.0f ? std::numeric_limits<float>::infinity() : rounded;
 }
 
-inline Group quantize_group(const std::vector<float>& x, int bits, ScaleType type, bool search) {
-  const float levels = static_cast<float>((1 << bits) - 1);
+inline float rounded(float x, ScaleType type, bool* fits) {
+  if (type == ScaleType::kFloat32) return x;
+  const float h = is_byte(type) ? to_float8(x) : half_to_float(float_to_half(x));
+  if (std::isfinite(h)) return h;
+  *fits = false;
+  return is_wide(type) ? x : h;
+}
+
+inline float steps_of_zero(int bits) { return bits == 1 ? 16 : bits == 2 ? 8 : bits == 3 ? 4 : bits == 4 ? 2 : 0.125f; }
+
+inline float scale_for(const Rules& r, float scale, float zero, bool* fits) {
+  if (is_byte(r.type) && !r.symmetric) {
+    const float least = std::fabs(zero) / 127.5f * steps_of_zero(r.bits);
+    if (scale < least) scale = least;
+  }
+  return rounded(scale, r.type, fits);
+}
+
+inline float zero_for(const Rules& r, float scale, float zero, bool* fits) {
+  if (r.symmetric) return -(scale * (0.5f * static_cast<float>((1 << r.bits) - 1)));
+  if (!is_byte(r.type)) return rounded(zero, r.type, fits);
+  if (!std::isfinite(to_float8(scale))) return zero;
+  if (scale == 0) return 0;
+  float steps = std::rint(zero / scale * steps_of_zero(r.bits));
+  if (steps > 127) steps = 127;
+  if (steps < -127) steps = -127;
+  return steps * scale / steps_of_zero(r.bits);
+}
+
+inline int code_for(float x, float scale, float zero, int top) {
+  if (!(scale > 0)) return 0;
+  const float position = std::rint((x - zero) / scale);
+  return position < 0 ? 0 : position > static_cast<float>(top) ? top : static_cast<int>(position);
+}
+
+inline float value_of(float scale, float zero, int code) {
+  const float product = static_cast<float>(code) * scale;
+  return zero + product;
+}
+
+// The group with the part r of its range.
+inline Group quantize_part(const std::vector<float>& x, const Rules& rules, float lo, float span, float r, bool* fits) {
+  const float levels = static_cast<float>((1 << rules.bits) - 1), count = static_cast<float>(x.size());
+  const float width = span * r, margin = (span - width) * 0.5f;
+  Group g;
+  float zero = lo + margin;
+  if (is_byte(rules.type)) {
+    const float middle = lo + span * 0.5f, wanted = width / levels;
+    g.scale = scale_for(rules, wanted, middle - wanted * (0.5f * levels), fits);
+    zero = middle - g.scale * (0.5f * levels);
+  } else {
+    g.scale = scale_for(rules, width / levels, zero, fits);
+  }
+  g.zero = zero_for(rules, g.scale, zero, fits);
+  for (const float value : x) g.codes.push_back(code_for(value, g.scale, g.zero, (1 << rules.bits) - 1));
+  if (!*fits) return g;
+  bool corrected = true;
+  if (rules.bias) {
+    float sum = 0;
+    for (size_t i = 0; i < x.size(); i++) sum += x[i] - value_of(g.scale, g.zero, g.codes[i]);
+    const float moved = zero_for(rules, g.scale, g.zero + sum / count, &corrected);
+    if (corrected) g.zero = moved;
+  }
+  if (rules.gain) {
+    float x_mean = 0, code_mean = 0.5f * levels;
+    if (!rules.symmetric) {
+      float xs = 0, codes = 0;
+      for (size_t i = 0; i < x.size(); i++) xs += x[i], codes += static_cast<float>(g.codes[i]);
+      x_mean = xs / count, code_mean = codes / count;
+    }
+    float both = 0, square = 0;
+    for (size_t i = 0; i < x.size(); i++) {
+      const float dx = x[i] - x_mean, dc = static_cast<float>(g.codes[i]) - code_mean;
+      const float product = dc * dx, dxdx = dx * dx;
+      both += product, square += dxdx;
+    }
+    if (both > 0) {
+      float wanted = square / both;
+      if (wanted < 0.5f * g.scale) wanted = 0.5f * g.scale;
+      if (wanted > 2.0f * g.scale) wanted = 2.0f * g.scale;
+      const float scale = scale_for(rules, wanted, x_mean - wanted * code_mean, &corrected);
+      const float moved = zero_for(rules, scale, x_mean - scale * code_mean, &corrected);
+      if (corrected) g.scale = scale, g.zero = moved;
+    }
+  }
+  return g;
+}
+
+inline Group quantize_group(const std::vector<float>& x, const Rules& rules) {
   Group best;
   best.codes.assign(x.size(), 0);
   float lo = x[0], hi = x[0];
@@ -37,40 +138,37 @@ inline Group quantize_group(const std::vector<float>& x, int bits, ScaleType typ
     if (value < lo) lo = value;
     if (value > hi) hi = value;
   }
+  if (rules.symmetric) {
+    hi = std::fmax(std::fabs(lo), std::fabs(hi));
+    lo = -hi;
+  }
   if (!finite || !std::isfinite(hi - lo)) {
     best.zero = std::numeric_limits<float>::quiet_NaN();
     return best;
   }
   if (lo == 0) lo = 0;  // one sign of zero
+  const float span = hi - lo == 0 ? 0 : hi - lo;
+  std::vector<float> parts = {1.0f};
+  for (int64_t i = 0; i < rules.search.count; i++) {
+    parts.push_back(static_cast<float>(rules.search.thousandths[i]) / 1000.0f);
+  }
   float best_error = 0;
-  for (const float r : {1.0f, 0.98f, 0.96f, 0.94f, 0.92f, 0.90f}) {
-    const float width = (hi - lo) * r;
-    const float margin = ((hi - lo) - width) * 0.5f;
+  for (size_t i = 0; i < parts.size(); i++) {
     bool fits = true;
-    Group g;
-    g.scale = rounded(width == 0 ? 0 : width / levels, type, &fits);
-    g.zero = rounded(lo + margin, type, &fits);
+    Group g = quantize_part(x, rules, lo, span, parts[i], &fits);
     float error = 0;
-    for (const float value : x) {
-      int code = 0;
-      if (g.scale > 0) {
-        const float position = std::rint((value - g.zero) / g.scale);
-        code = position < 0 ? 0 : position > levels ? static_cast<int>(levels) : static_cast<int>(position);
-      }
-      g.codes.push_back(code);
-      const float product = static_cast<float>(code) * g.scale;
-      const float e = value - (g.zero + product);
-      const float square = e * e;
+    for (size_t e = 0; e < x.size(); e++) {
+      const float distance = x[e] - value_of(g.scale, g.zero, g.codes[e]);
+      const float square = distance * distance;
       error += square;
     }
-    g.fits = fits || type == ScaleType::kWidened;
-    if (r == 1.0f) {
+    g.fits = fits || is_wide(rules.type);
+    if (i == 0) {
       best = g, best_error = error;
     } else if (fits && error < best_error) {
       g.fits = best.fits;  // the plain range decides what is storable
       best = g, best_error = error;
     }
-    if (!search) break;
   }
   return best;
 }
@@ -104,13 +202,51 @@ struct Codes {
   }
 };
 
-inline void put_scale(std::vector<uint8_t>* record, const RecordLayout& layout, int64_t section, int64_t i, float x) {
-  if (layout.scale_bytes == 4) {
-    std::memcpy(record->data() + section + 4 * i, &x, 4);
-  } else {
-    const uint16_t h = float_to_half(x);
-    std::memcpy(record->data() + section + 2 * i, &h, 2);
+// Scale and zero of group i where the sections begin. zero_at < 0: zeros are not stored.
+inline void put_group(std::vector<uint8_t>* record, const RecordLayout& layout, int bits, int64_t scale_at,
+                      int64_t zero_at, int64_t i, const Group& g) {
+  uint8_t* const scales = record->data() + scale_at;
+  uint8_t* const zeros = zero_at < 0 ? nullptr : record->data() + zero_at;
+  const bool lost = std::isnan(g.zero);
+  if (layout.scale_bytes == 1) {
+    uint8_t byte = 255;
+    for (int b = 0; !lost && b < 248; b++) {
+      if (half_to_float(static_cast<uint16_t>(b << 7)) == g.scale) byte = static_cast<uint8_t>(b);
+    }
+    scales[i] = byte;
+    if (zeros == nullptr) return;
+    const float steps = lost || g.scale == 0 ? 0 : g.zero / g.scale * steps_of_zero(bits);
+    zeros[i] = static_cast<uint8_t>(static_cast<int>(steps));
+    return;
   }
+  const float scale = lost && zeros == nullptr ? -std::numeric_limits<float>::quiet_NaN() : g.scale;
+  if (layout.scale_bytes == 4) {
+    std::memcpy(scales + 4 * i, &scale, 4);
+    if (zeros != nullptr) std::memcpy(zeros + 4 * i, &g.zero, 4);
+  } else {
+    const uint16_t s = float_to_half(scale), z = float_to_half(g.zero);
+    std::memcpy(scales + 2 * i, &s, 2);
+    if (zeros != nullptr) std::memcpy(zeros + 2 * i, &z, 2);
+  }
+}
+
+// A row of values times the Hadamard matrix, by its definition in double, rounded: for comparison within rounding.
+inline std::vector<double> rotated(const std::vector<double>& row, bool back) {
+  size_t n = 1;
+  while (row.size() % (2 * n) == 0) n *= 2;
+  int k = 0;
+  while (size_t{1} << k < n) k++;
+  std::vector<double> out(row.size(), 0.0);
+  for (size_t i = 0; i < row.size(); i++) {
+    for (size_t j = 0; j < n; j++) {
+      const size_t shared = (i % n) & j;
+      int sign = 1;
+      for (size_t b = shared; b != 0; b &= b - 1) sign = -sign;
+      out[i] += sign * row[i / n * n + j];
+    }
+    out[i] = std::ldexp(out[i], back ? -(k / 2) : -((k + 1) / 2));
+  }
+  return out;
 }
 
 // The whole record; `*fits` as encode returns it. `k_back` and `v_back`: what the record stands for, [token][channel].
@@ -128,26 +264,28 @@ inline std::vector<uint8_t> encode(const Format& f, const Array& k, int64_t k_st
   for (int64_t d = 0; d < f.head_dim; d++) {
     std::vector<float> x;
     for (int64_t t = 0; t < f.group_size; t++) x.push_back(k.get(t * k_stride + d));
-    const Group g = quantize_group(x, static_cast<int>(f.k_bits), f.scale_type, f.range_search);
+    const int bits = static_cast<int>(f.k_bits);
+    const Group g = quantize_group(x, {bits, f.scale_type, f.k_search, false, f.k_bias_correction, false});
     *fits = *fits && g.fits;
-    put_scale(&record, layout, layout.k_scale, d, g.scale);
-    put_scale(&record, layout, layout.k_zero, d, g.zero);
+    put_group(&record, layout, bits, layout.k_scale, layout.k_zero, d, g);
     const Codes codes{layout, static_cast<int>(f.k_bits), true};
     for (int64_t t = 0; t < f.group_size; t++) {
       codes.set(&record, t, d, g.codes[static_cast<size_t>(t)]);
       (*k_back)[static_cast<size_t>(t * f.head_dim + d)] = back(g, static_cast<size_t>(t));
     }
   }
+  // Where values are rotated, `v` is what the rotation gave (and `v_back` is not rotated back).
+  const int64_t per_group = f.v_group_size == 0 ? f.group_size : f.v_group_size;
   for (int64_t t = 0; t < f.group_size; t++) {
-    for (int64_t first = 0; first < f.value_head_dim; first += f.group_size) {
+    for (int64_t first = 0; first < f.value_head_dim; first += per_group) {
       std::vector<float> x;
-      for (int64_t d = first; d < f.value_head_dim && d < first + f.group_size; d++)
-        x.push_back(v.get(t * v_stride + d));
-      const Group g = quantize_group(x, static_cast<int>(f.v_bits), f.scale_type, f.range_search);
+      for (int64_t d = first; d < f.value_head_dim && d < first + per_group; d++) x.push_back(v.get(t * v_stride + d));
+      const int bits = static_cast<int>(f.v_bits);
+      const Group g = quantize_group(x, {bits, f.scale_type, f.v_search, f.v_symmetric, false, f.v_gain_correction});
       *fits = *fits && g.fits;
-      put_scale(&record, layout, layout.v_scale, first + t, g.scale);
-      put_scale(&record, layout, layout.v_zero, first + t, g.zero);
-      const Codes codes{layout, static_cast<int>(f.v_bits), false};
+      put_group(&record, layout, bits, layout.v_scale, f.v_symmetric ? -1 : layout.v_zero,
+                first / per_group * f.group_size + t, g);
+      const Codes codes{layout, bits, false};
       for (size_t i = 0; i < x.size(); i++) {
         const int64_t d = first + static_cast<int64_t>(i);
         codes.set(&record, t, d, g.codes[i]);

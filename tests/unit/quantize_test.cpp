@@ -83,7 +83,7 @@ class Quantize : public IsaTest {
         for (int64_t g = 0; g < groups; g++) {
           std::vector<float> x;
           for (int64_t i = g * group; i < std::min(s.n, (g + 1) * group); i++) x.push_back(in.at(o, i, j));
-          const oracle::Group r = oracle::quantize_group(x, static_cast<int>(bits), ScaleType::kFloat32, false);
+          const oracle::Group r = oracle::quantize_group(x, {static_cast<int>(bits), ScaleType::kFloat32, {}});
           q.scale[static_cast<size_t>((o * groups + g) * s.inner + j)] = r.scale;
           q.zero[static_cast<size_t>((o * groups + g) * s.inner + j)] = r.zero;
           for (size_t k = 0; k < x.size(); k++) {

@@ -2,6 +2,7 @@
 // thread.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <random>
@@ -54,7 +55,7 @@ class Record {
       : bytes_(bytes), memory_(static_cast<size_t>(bytes + 3 * 64), kGuard) {
     const auto at = reinterpret_cast<uintptr_t>(memory_.data()) % 64;
     start_ = static_cast<size_t>(64 + (64 - at) % 64);
-    std::memset(data(), fill, static_cast<size_t>(bytes));
+    std::fill_n(data(), bytes, fill);
   }
   Record(const Record&) = delete;  // the boundary would move
   Record& operator=(const Record&) = delete;
@@ -131,7 +132,10 @@ inline Format make_format(int64_t kv_heads, int64_t head_dim, int64_t value_head
 inline std::string format_text(const Format& f) {
   return "D " + std::to_string(f.head_dim) + " Dv " + std::to_string(f.value_head_dim) + " K" +
          std::to_string(f.k_bits) + "V" + std::to_string(f.v_bits) + " G " + std::to_string(f.group_size) + " scales " +
-         std::to_string(static_cast<int>(f.scale_type)) + (f.range_search ? " search" : "");
+         std::to_string(static_cast<int>(f.scale_type)) + (f.k_search.count + f.v_search.count > 0 ? " search" : "") +
+         (f.k_bias_correction ? " bias" : "") + (f.v_gain_correction ? " gain" : "") +
+         (f.v_group_size > 0 ? " Gv " + std::to_string(f.v_group_size) : "") + (f.v_symmetric ? " symmetric" : "") +
+         (f.v_rotated ? " rotated" : "");
 }
 
 }  // namespace kivi::cpu

@@ -1,0 +1,255 @@
+// Recipes, and the options that they are made of, through kivi::KVCache: what a plain cache promises holds for each.
+#include <map>
+
+#include "tests/ops/attention_reference.h"
+#include "tests/ops/support.h"
+
+namespace kivi::test {
+namespace {
+
+using Set = void (*)(CacheOptions&);
+
+// Options by name, for caches of any size.
+const std::map<std::string, Set>& option_sets() {
+  static const std::map<std::string, Set> sets = {
+      {"near_lossless", [](CacheOptions& o) { o.recipe = "near-lossless"; }},
+      {"float8", [](CacheOptions& o) { o.scale_dtype = "float8"; }},
+      {"float8_K3V1", [](CacheOptions& o) { o.scale_dtype = "float8", o.k_bits = 3, o.v_bits = 1; }},
+      {"rotated", [](CacheOptions& o) { o.v_rotated = true; }},
+      {"symmetric", [](CacheOptions& o) { o.v_symmetric = true, o.k_bits = 4; }},
+      {"one_group_per_token",
+       [](CacheOptions& o) { o.v_group_size = o.value_head_dim.value_or(o.head_dim), o.v_bits = 8; }},
+      {"corrected",
+       [](CacheOptions& o) {
+         o.k_bias_correction = o.v_gain_correction = true;
+         o.k_search = {0.95, 0.9};
+         o.v_search = {0.8, 0.7};
+         o.scale_dtype = "float32";
+       }},
+      {"all_of_it",
+       [](CacheOptions& o) {
+         o.scale_dtype = "float8";
+         o.v_group_size = o.value_head_dim.value_or(o.head_dim);
+         o.v_symmetric = o.v_rotated = o.k_bias_correction = o.v_gain_correction = o.range_search = true;
+         o.k_bits = 2, o.v_bits = 3;
+       }},
+  };
+  return sets;
+}
+
+class Recipes : public ::testing::TestWithParam<std::string> {
+ protected:
+  static CacheOptions make(int64_t heads, int64_t dim, int64_t group, int64_t residual, int64_t sink,
+                           std::optional<int64_t> value_dim = std::nullopt) {
+    CacheOptions o = options_of(heads, dim, group, residual, sink);
+    o.value_head_dim = value_dim;
+    option_sets().at(GetParam())(o);
+    return o;
+  }
+};
+
+TEST_P(Recipes, StreamedEqualsChunksAndOneShot) {
+  for (const int64_t group : {16, 32, 64, 128}) {
+    for (const int64_t dim : {8, 20, 64}) {
+      for (const auto type : {at::kFloat, at::kBFloat16}) {
+        const int64_t tokens = 4 + 7 + 2 * group + 5;
+        const at::Tensor k = randn({2, 2, tokens, dim}, 1, type), v = randn({2, 2, tokens, dim}, 2, type);
+        const CacheOptions o = make(2, dim, group, 7, 4);
+        KVCache once(o), streamed(o), chunked(o);
+        once.append(k, v);
+        for (int64_t t = 0; t < tokens; t++) append_range(streamed, k, v, t, t + 1);
+        for (int64_t t = 0, i = 0; t < tokens; i++) {
+          const int64_t next = std::min(tokens, t + (i * 7 + 3) % 23);
+          append_range(chunked, k, v, t, next);
+          t = next;
+        }
+        ASSERT_TRUE(same_state(streamed.state(), once.state())) << group << " " << dim;
+        ASSERT_TRUE(same_state(chunked.state(), once.state())) << group << " " << dim;
+      }
+    }
+  }
+}
+
+// Attention over the cache is attention over what dequantize gives, in both precisions, for ragged rows and GQA.
+TEST_P(Recipes, AttendsToWhatItHolds) {
+  for (const int64_t dim : {20, 64, 128}) {
+    for (const bool exact : {true, false}) {
+      CacheOptions o = make(2, dim, 32, 40, 4);
+      o.precision = exact ? "exact" : "fast";
+      KVCache cache(o);
+      const at::Tensor k = randn({3, 2, 400, dim}, 3), v = randn({3, 2, 400, dim}, 4);
+      const at::Tensor lengths = longs({400, 3, 217});
+      cache.append(k, v, lengths);
+      const at::Tensor q = randn({3, 8, 3, dim}, 5) / 4;
+      const at::Tensor got = cache.attend(q);
+      const auto [kd, vd] = cache.dequantize();
+      for (int64_t b = 0; b < 3; b++) {
+        const int64_t n = lengths[b].item<int64_t>();
+        const at::Tensor mask = at::ones({3, n}, at::kBool).tril(n - 3);
+        const auto rows = [&](const at::Tensor& t) {
+          return t[b].narrow(1, 0, n).to(at::kDouble).repeat_interleave(4, 0).unsqueeze(0);
+        };
+        const at::Tensor want =
+            at::scaled_dot_product_attention(q[b].unsqueeze(0).to(at::kDouble), rows(kd), rows(vd), mask);
+        EXPECT_LE(max_difference(got[b], want[0]), exact ? 1e-5 : 5e-4) << dim << " row " << b;
+      }
+    }
+  }
+}
+
+TEST_P(Recipes, ThreadsAndBatchChangeNoBit) {
+  const CacheOptions o = make(2, 64, 32, 32, 4);
+  const at::Tensor k = randn({2, 2, 700, 64}, 6), v = randn({2, 2, 700, 64}, 7), q = randn({2, 4, 1, 64}, 8);
+  const int before = at::get_num_threads();
+  std::vector<at::Tensor> outputs;
+  std::vector<KVCache::State> states;
+  for (const int threads : {1, 2, 3, 8}) {
+    at::set_num_threads(threads);
+    KVCache cache(o);
+    cache.append(k, v);
+    outputs.push_back(cache.attend(q));
+    states.push_back(cache.state());
+  }
+  at::set_num_threads(before);
+  for (size_t i = 1; i < outputs.size(); i++) {
+    EXPECT_TRUE(same_bits(outputs[i], outputs[0]));
+    EXPECT_TRUE(same_state(states[i], states[0]));
+  }
+  KVCache one(o);
+  one.append(k.narrow(0, 1, 1), v.narrow(0, 1, 1));
+  EXPECT_TRUE(same_bits(one.attend(q.narrow(0, 1, 1)), outputs[0].narrow(0, 1, 1)));
+}
+
+TEST_P(Recipes, SavedRowsAndCopies) {
+  const CacheOptions o = make(2, 48, 16, 20, 4, 80);
+  const at::Tensor k = randn({2, 2, 300, 48}, 9), v = randn({2, 2, 300, 80}, 10), q = randn({2, 2, 2, 48}, 11);
+  KVCache cache(o);
+  cache.append(k, v);
+  const auto back = KVCache::from_state(cache.state());
+  EXPECT_TRUE(same_state(back->state(), cache.state()));
+  EXPECT_EQ(back->format(), cache.format());
+  EXPECT_TRUE(same_bits(back->attend(q), cache.attend(q)));
+  const auto copy = cache.clone();
+  EXPECT_TRUE(same_bits(copy->attend(q), cache.attend(q)));
+  // A truncated cache goes on as one that never held more.
+  copy->truncate(200);
+  const auto [kt, vt] = copy->dequantize();
+  const auto [kd, vd] = cache.dequantize();
+  EXPECT_TRUE(same_bits(kt, kd.narrow(2, 0, 200)));
+  EXPECT_TRUE(same_bits(vt, vd.narrow(2, 0, 200)));
+  // Rows are shared, then written to each for itself.
+  const auto rows = cache.clone();
+  rows->select(longs({1, 0, 1}));
+  EXPECT_TRUE(
+      same_bits(rows->attend(q.index_select(0, longs({1, 0, 1}))), cache.attend(q).index_select(0, longs({1, 0, 1}))));
+  append_range(*rows, randn({3, 2, 100, 48}, 12), randn({3, 2, 100, 80}, 13), 0, 100);
+  const auto [kr, vr] = rows->dequantize();
+  EXPECT_TRUE(same_bits(kr.narrow(2, 0, 200), kd.index_select(0, longs({1, 0, 1})).narrow(2, 0, 200)));
+  EXPECT_TRUE(same_bits(vr.narrow(2, 0, 200), vd.index_select(0, longs({1, 0, 1})).narrow(2, 0, 200)));
+}
+
+// NaN and Inf make their own group NaN: of K one channel of G tokens, of V the groups of channels that one rotation or
+// one scale joins.
+TEST_P(Recipes, NaNStaysInItsGroup) {
+  const CacheOptions o = make(1, 64, 32, 0, 0);
+  for (const float bad : {kNan, kInf}) {
+    at::Tensor k = randn({1, 1, 64, 64}, 14), v = randn({1, 1, 64, 64}, 15);
+    KVCache good(o), spoilt(o);
+    good.append(k, v);
+    k[0][0][40][3] = bad;
+    v[0][0][10][33] = bad;
+    spoilt.append(k, v);
+    const auto [kg, vg] = good.dequantize();
+    const auto [ks, vs] = spoilt.dequantize();
+    at::Tensor k_lost = at::zeros({1, 1, 64, 64}, at::kBool), v_lost = at::zeros({1, 1, 64, 64}, at::kBool);
+    k_lost.narrow(2, 32, 32).narrow(3, 3, 1).fill_(true);
+    const bool whole = good.format().v_rotated || good.format().v_group_size == 64;
+    v_lost.narrow(2, 10, 1).narrow(3, whole ? 0 : 32, whole ? 64 : 32).fill_(true);
+    EXPECT_TRUE(at::equal(ks.isnan(), k_lost));
+    EXPECT_TRUE(at::equal(vs.isnan(), v_lost));
+    EXPECT_TRUE(same_bits(ks.masked_fill(k_lost, 0), kg.masked_fill(k_lost, 0)));
+    EXPECT_TRUE(same_bits(vs.masked_fill(v_lost, 0), vg.masked_fill(v_lost, 0)));
+  }
+}
+
+// A group beyond the range of the scales widens them; nothing that was held changes, and streaming still equals one
+// shot.
+TEST_P(Recipes, WideningChangesNothingThatIsHeld) {
+  const CacheOptions o = make(2, 32, 16, 8, 2);
+  at::Tensor k = randn({1, 2, 120, 32}, 16), v = randn({1, 2, 120, 32}, 17);
+  k[0][1][70] *= 1e7;
+  KVCache before(o), once(o), streamed(o);
+  before.append(k.narrow(2, 0, 60), v.narrow(2, 0, 60));
+  once.append(k, v);
+  for (int64_t t = 0; t < 120; t++) append_range(streamed, k, v, t, t + 1);
+  EXPECT_TRUE(same_state(streamed.state(), once.state()));
+  const bool widens = once.format().scale_type != before.format().scale_type;
+  EXPECT_EQ(widens, o.scale_dtype != "float32");
+  const int64_t held = 2 + before.quantized_length();
+  const auto [k0, v0] = before.dequantize();
+  const auto [k1, v1] = once.dequantize();
+  EXPECT_TRUE(same_bits(k1.narrow(2, 0, held), k0.narrow(2, 0, held)));
+  EXPECT_TRUE(same_bits(v1.narrow(2, 0, held), v0.narrow(2, 0, held)));
+  EXPECT_TRUE(k1.isfinite().all().item<bool>());
+  const auto back = KVCache::from_state(once.state());
+  EXPECT_TRUE(same_state(back->state(), once.state()));
+}
+
+std::vector<std::string> names() {
+  std::vector<std::string> all;
+  for (const auto& set : option_sets()) all.push_back(set.first);
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Options, Recipes, ::testing::ValuesIn(names()), [](const auto& p) { return p.param; });
+
+TEST(Recipe, KiviIsTheDefault) {
+  CacheOptions o = options_of(2, 64, 32, 32, 0);
+  const KVCache plain(o);
+  o.recipe = "kivi";
+  const KVCache named(o);
+  EXPECT_EQ(plain.format(), named.format());
+  EXPECT_DOUBLE_EQ(plain.bits_per_element(), 3.0);
+}
+
+TEST(Recipe, BitsPerElementCountAllThatIsStored) {
+  const auto bits = [](const char* recipe, int64_t dim, int64_t group) {
+    CacheOptions o = options_of(3, dim, group, 32, 4);
+    o.recipe = recipe;
+    const KVCache cache(o);
+    EXPECT_DOUBLE_EQ(cache.bits_per_element(), 8.0 * static_cast<double>(cache_page_bytes(cache_format(o))) /
+                                                   static_cast<double>(3 * 128 * 2 * dim));
+    return cache.bits_per_element();
+  };
+  EXPECT_DOUBLE_EQ(bits("kivi", 128, 32), 3.0);
+  EXPECT_DOUBLE_EQ(bits("near-lossless", 64, 64), 4.1875);
+  EXPECT_DOUBLE_EQ(bits("near-lossless", 128, 32), 4.3125);
+}
+
+TEST(Recipe, ErrorsNameWhatIsWrong) {
+  CacheOptions o = options_of(2, 64, 32, 32, 0);
+  o.recipe = "tiny";
+  expect_error([&] { KVCache cache(o); }, {"recipe", "tiny", "near-lossless"});
+  o.recipe = "near-lossless";
+  o.k_bits = 3;
+  expect_error([&] { KVCache cache(o); }, {"near-lossless", "k_bits"});
+  o = options_of(2, 64, 32, 32, 0);
+  o.v_group_size = 48;
+  expect_error([&] { KVCache cache(o); }, {"v_group_size", "48", "32"});
+  o.v_group_size = 0;
+  expect_error([&] { KVCache cache(o); }, {"v_group_size", "0"});
+  o.v_group_size = std::nullopt;
+  o.k_search = {1.5};
+  expect_error([&] { KVCache cache(o); }, {"k_search", "1.5"});
+  o.k_search = std::vector<double>(17, 0.9);
+  expect_error([&] { KVCache cache(o); }, {"k_search", "16", "17"});
+  o.k_search = {};
+  o.v_search = {0.0};
+  expect_error([&] { KVCache cache(o); }, {"v_search", "0"});
+  o.v_search = {};
+  o.scale_dtype = "int8";
+  expect_error([&] { KVCache cache(o); }, {"scale_dtype", "int8", "float8"});
+}
+
+}  // namespace
+}  // namespace kivi::test
