@@ -1,13 +1,14 @@
 // The saved form of a kivi::KVCache: what pickling stores and how it is checked when it comes back.
-// (header, integers, tensors): integers are [version, precision is exact, batch or -1, scale type in use, F, F of the
-// format as constructed (see cache_format), B lengths, B quantised lengths]; tensors, when tokens were ever seen: pages
-// in use [pages, page_bytes], block table over them [B, max], sink keys and values of the tokens held, exact window of
-// each row from its first exact token on.
+// (header, integers, tensors): integers are [version, precision is exact, batch or -1, scale type in use, checksum of
+// everything else, F, F of the format as constructed (see cache_format), B lengths, B quantised lengths]; tensors, when
+// tokens were ever seen: pages in use [pages, page_bytes], block table over them [B, max], sink keys and values of the
+// tokens held, exact window of each row from its first exact token on.
 
 #include <algorithm>
 
 #include "ops/cache_args.h"
 #include "ops/cache_storage.h"
+#include "ops/checksum.h"
 #include "ops/options.h"
 
 namespace kivi {
@@ -18,7 +19,7 @@ namespace {
 
 constexpr const char* kStateHeader = "kivi.KVCache";
 constexpr int64_t kStateVersion = 2;
-constexpr size_t kFixedInts = 5;
+constexpr size_t kChecksumAt = 4, kFixedInts = 6;
 
 int64_t exact_count(const Storage& s, int64_t b) {
   return std::max<int64_t>(s.lengths[b] - s.format.sink_length - s.quantized[b], 0);
@@ -70,6 +71,30 @@ std::pair<at::Tensor, at::Tensor> pack_pages(const Storage& s) {
   return {pages, table};
 }
 
+int64_t checksum(const std::vector<int64_t>& ints, const std::vector<at::Tensor>& tensors) {
+  Checksum sum;
+  for (size_t i = 0; i < ints.size(); i++) sum.add(i == kChecksumAt ? 0 : static_cast<uint64_t>(ints[i]));
+  for (const at::Tensor& t : tensors) {
+    const at::Tensor whole = t.contiguous();
+    sum.add(static_cast<uint64_t>(whole.scalar_type()));
+    for (const int64_t size : whole.sizes()) sum.add(static_cast<uint64_t>(size));
+    sum.add(whole.const_data_ptr(), whole.nbytes());
+  }
+  return sum.value();
+}
+
+KVCache::State with_checksum(KVCache::State state) {
+  auto& [header, ints, tensors] = state;
+  ints[kChecksumAt] = checksum(ints, tensors);
+  return state;
+}
+
+void check_checksum(const std::vector<int64_t>& ints, const std::vector<at::Tensor>& tensors) {
+  const int64_t now = checksum(ints, tensors);
+  TORCH_CHECK_VALUE(now == ints[kChecksumAt], "saved KVCache: the checksum is ", now, ", but ", ints[kChecksumAt],
+                    " was saved: the file is damaged");
+}
+
 void check_state_tensor(const char* name, const at::Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes) {
   TORCH_CHECK_VALUE(t.defined() && t.scalar_type() == dtype && t.sizes() == sizes, "saved KVCache: ", name,
                     " should be ", dtype, " of sizes ", sizes, ", got ",
@@ -84,11 +109,11 @@ KVCache::State KVCache::state() const {
   const PlainTensors guard;
   const Storage& s = impl_->storage;
   std::vector<int64_t> ints = {kStateVersion, impl_->options.precision == "exact" ? 1 : 0, s.started ? s.batch : -1,
-                               static_cast<int64_t>(s.format.scale_type)};
+                               static_cast<int64_t>(s.format.scale_type), 0};
   const std::vector<int64_t> format = format_to_ints(impl_->format);
   ints.push_back(static_cast<int64_t>(format.size()));
   ints.insert(ints.end(), format.begin(), format.end());
-  if (!s.started) return {kStateHeader, ints, {}};
+  if (!s.started) return with_checksum({kStateHeader, ints, {}});
   ints.insert(ints.end(), s.lengths.begin(), s.lengths.end());
   ints.insert(ints.end(), s.quantized.begin(), s.quantized.end());
   const CacheTensors& t = s.tensors;
@@ -100,10 +125,10 @@ KVCache::State KVCache::state() const {
   copy_window(s, t.window_k, window_k, false);
   copy_window(s, t.window_v, window_v, false);
   const auto [pages, table] = pack_pages(s);
-  return {
-      kStateHeader,
-      ints,
-      {pages, table, t.sink_k.narrow(2, 0, sinks).clone(), t.sink_v.narrow(2, 0, sinks).clone(), window_k, window_v}};
+  return with_checksum(
+      {kStateHeader,
+       ints,
+       {pages, table, t.sink_k.narrow(2, 0, sinks).clone(), t.sink_v.narrow(2, 0, sinks).clone(), window_k, window_v}});
 }
 
 c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
@@ -115,7 +140,7 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   TORCH_CHECK_VALUE(ints.size() >= kFixedInts, "saved KVCache: ", ints.size(), " integers, expected at least ",
                     kFixedInts);
   TORCH_CHECK_VALUE(ints[1] == 0 || ints[1] == 1, "saved KVCache: precision is ", ints[1], ", expected 0 or 1");
-  const int64_t format_size = ints[4];
+  const int64_t format_size = ints[kFixedInts - 1];
   TORCH_CHECK_VALUE(format_size >= 0 && static_cast<size_t>(format_size) <= ints.size() - kFixedInts,
                     "saved KVCache: a format of ", format_size, " integers, but only ", ints.size() - kFixedInts,
                     " follow");
@@ -127,6 +152,7 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   const int64_t batch = ints[2];
   if (batch == -1) {
     TORCH_CHECK_VALUE(tensors.empty() && ints.size() == fixed_ints, "saved KVCache: an empty cache with contents");
+    check_checksum(ints, tensors);
     return cache;
   }
   TORCH_CHECK_VALUE(
@@ -182,6 +208,7 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   recount_pages(s);
   TORCH_CHECK_VALUE(s.free_pages.empty(), "saved KVCache: ", s.free_pages.size(), " of ", pages,
                     " pages are in no row of the block table");
+  check_checksum(ints, tensors);
   s.tensors.sink_k.narrow(2, 0, sinks).copy_(tensors[2]);
   s.tensors.sink_v.narrow(2, 0, sinks).copy_(tensors[3]);
   copy_window(s, s.tensors.window_k, tensors[4], true);

@@ -448,12 +448,18 @@ TEST(Errors, ArgumentsOfTheCacheOperators) {
       {"widen of another format", [&] { cache_widen(t.pool, formatted(4, 8)); }, {"pool", "page size"}},
       {"short format",
        [&] {
-         cache_page_bytes({1, 2, 3});
+         cache_page_bytes({2, 2, 3});
        },
-       {"format", "11", "3"}},
-      {"format version", [&] { cache_dequantize(t, formatted(0, 9), 1); }, {"version", "9", "1"}},
-      {"format scale type", [&] { cache_dequantize(t, formatted(9, 8), 1); }, {"scale_type", "8"}},
-      {"format range_search", [&] { cache_dequantize(t, formatted(10, 2), 1); }, {"range_search", "2"}},
+       {"format", "17", "3"}},
+      {"format version", [&] { cache_dequantize(t, formatted(0, 9), 1); }, {"version", "9", "2"}},
+      {"format scale type", [&] { cache_dequantize(t, formatted(9, 9), 1); }, {"scale_type", "9"}},
+      {"format k_bias_correction", [&] { cache_dequantize(t, formatted(10, 2), 1); }, {"k_bias_correction", "2"}},
+      {"format v_gain_correction", [&] { cache_dequantize(t, formatted(11, -1), 1); }, {"v_gain_correction", "-1"}},
+      {"format v_group_size", [&] { cache_dequantize(t, formatted(12, 24), 1); }, {"v_group_size", "24"}},
+      {"format v_symmetric", [&] { cache_dequantize(t, formatted(13, 7), 1); }, {"v_symmetric", "7"}},
+      {"format v_rotated", [&] { cache_dequantize(t, formatted(14, 2), 1); }, {"v_rotated", "2"}},
+      {"format search", [&] { cache_dequantize(t, formatted(15, 17), 1); }, {"range search", "16", "17"}},
+      {"format search too long", [&] { cache_dequantize(t, formatted(16, 1), 1); }, {"range search", "1", "0"}},
       {"format heads", [&] { cache_dequantize(t, formatted(1, -1), 1); }, {"num_kv_heads", "-1"}},
       {"format of the same page size", [&] { cache_dequantize(t, formatted(7, 24), 1); }, {"window_k", "32", "48"}},
       {"cache_format", [&] { cache_format(2, 16, 16, 6); }, {"k_bits", "6"}},
