@@ -190,25 +190,30 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   check_state_tensor("window_k", tensors[4], dtype, {batch, heads, exact, format.head_dim});
   check_state_tensor("window_v", tensors[5], dtype, {batch, heads, exact, format.value_head_dim});
 
+  // All of it is checked before memory is taken for what it claims to be.
+  const at::Tensor table = tensors[1].contiguous();
+  std::vector<bool> used(static_cast<size_t>(pages), false);
+  for (int64_t b = 0; b < batch; b++) {
+    for (int64_t i = 0; i < pages_for(quantized[b]); i++) {
+      const int32_t page = table.const_data_ptr<int32_t>()[b * width + i];
+      TORCH_CHECK_VALUE(page >= 0 && page < pages, "saved KVCache: block_table[", b, "][", i, "] is ", page, " of ",
+                        pages, " pages");
+      used[static_cast<size_t>(page)] = true;
+    }
+  }
+  const auto unused = std::count(used.begin(), used.end(), false);
+  TORCH_CHECK_VALUE(unused == 0, "saved KVCache: ", unused, " of ", pages, " pages are in no row of the block table");
+  check_checksum(ints, tensors);
+
   const PlainTensors guard;
   Storage s = start_storage(format, batch, at::TensorOptions().dtype(dtype));
   s.lengths = lengths;
   s.quantized = quantized;
   s.page_users.assign(static_cast<size_t>(pages), 0);
   s.tensors.pool = tensors[0].clone(at::MemoryFormat::Contiguous);
-  s.tensors.block_table = tensors[1].clone(at::MemoryFormat::Contiguous);
-  for (int64_t b = 0; b < batch; b++) {
-    s.row_pages[b] = pages_for(quantized[b]);
-    for (int64_t i = 0; i < s.row_pages[b]; i++) {
-      const int32_t page = s.table_row(b)[i];
-      TORCH_CHECK_VALUE(page >= 0 && page < pages, "saved KVCache: block_table[", b, "][", i, "] is ", page, " of ",
-                        pages, " pages");
-    }
-  }
+  s.tensors.block_table = table.clone();
+  for (int64_t b = 0; b < batch; b++) s.row_pages[b] = pages_for(quantized[b]);
   recount_pages(s);
-  TORCH_CHECK_VALUE(s.free_pages.empty(), "saved KVCache: ", s.free_pages.size(), " of ", pages,
-                    " pages are in no row of the block table");
-  check_checksum(ints, tensors);
   s.tensors.sink_k.narrow(2, 0, sinks).copy_(tensors[2]);
   s.tensors.sink_v.narrow(2, 0, sinks).copy_(tensors[3]);
   copy_window(s, s.tensors.window_k, tensors[4], true);
