@@ -24,17 +24,23 @@ struct Shape {
   int64_t q_len = 1;
   std::vector<int64_t> lengths{16384};           // tokens of each row of the batch
   int64_t sink_length = 0, residual_length = 0;  // the policy of what is exact; 0: only what fills no group
+  bool narrow = false;                           // scales of a byte, and one symmetric, rotated group of V per token
 
   Format format() const {
     Format f;
     f.num_kv_heads = kv_heads, f.head_dim = f.value_head_dim = dim, f.k_bits = k_bits, f.v_bits = v_bits;
     f.group_size = group_size, f.residual_length = residual_length, f.sink_length = sink_length;
+    if (narrow) {
+      f.scale_type = ScaleType::kFloat8;
+      f.v_group_size = round_up(dim, group_size);
+      f.v_symmetric = f.v_rotated = true;
+    }
     return f;
   }
   std::string bits_name() const { return "K" + std::to_string(k_bits) + "V" + std::to_string(v_bits); }
   // Names what differs from the plain case too.
   std::string name() const {
-    std::string s = "decode/" + bits_name();
+    std::string s = "decode/" + bits_name() + (narrow ? "_narrow" : "");
     s += lengths.size() == 1 ? "/tokens:" + std::to_string(lengths[0]) : "/ragged:" + std::to_string(lengths.size());
     s += "/heads:" + std::to_string(heads) + "x" + std::to_string(kv_heads);
     if (dim != 128) s += "/dim:" + std::to_string(dim);
@@ -143,20 +149,33 @@ class CacheLayers {
   // A record with scales and zeros, and no codes.
   std::vector<uint8_t> make_scales(int64_t kind) {
     std::vector<uint8_t> record(static_cast<size_t>(layout.bytes), 0);
-    const auto put = [&](int64_t section, int64_t i, float x) {
-      cpu::store_element(record.data() + section, cpu::Element::kFloat16, i, x);
+    // A scale and a zero, which a byte holds in steps of the scale.
+    const auto put = [&](int64_t scales, int64_t zeros, int64_t i, int64_t bits, float scale, float zero) {
+      if (layout.scale_bytes == 1) {
+        const uint8_t byte = record[static_cast<size_t>(scales + i)] = cpu::float_to_float8(scale);
+        const float stored = cpu::half_to_float(cpu::float8_to_half(byte));
+        if (zeros < layout.bytes) {
+          const float steps = std::round(zero / stored * zero_steps(bits));
+          record[static_cast<size_t>(zeros + i)] =
+              static_cast<uint8_t>(static_cast<int8_t>(std::clamp(steps, -127.0f, 127.0f)));
+        }
+        return stored;
+      }
+      cpu::store_element(record.data() + scales, cpu::Element::kFloat16, i, scale);
+      cpu::store_element(record.data() + zeros, cpu::Element::kFloat16, i, zero);
+      return cpu::load_element(record.data() + scales, cpu::Element::kFloat16, i);
     };
     const float k_step = 3.0f / static_cast<float>((1 << shape.k_bits) - 1);
     const float v_step = 3.0f / static_cast<float>((1 << shape.v_bits) - 1);
     for (int64_t c = 0; c < shape.dim; c++) {
-      put(layout.k_scale, c, k_step * channel_size(c) * (1.0f - 0.02f * static_cast<float>((c + kind) % 7)));
-      put(layout.k_zero, c, channel_size(c) * (-1.5f + 0.1f * static_cast<float>((3 * c + kind) % 5 - 2)));
-      const float scale = cpu::load_element(record.data() + layout.k_scale, cpu::Element::kFloat16, c);
+      const float scale = put(layout.k_scale, layout.k_zero, c, shape.k_bits,
+                              k_step * channel_size(c) * (1.0f - 0.02f * static_cast<float>((c + kind) % 7)),
+                              channel_size(c) * (-1.5f + 0.1f * static_cast<float>((3 * c + kind) % 5 - 2)));
       k_scale_[static_cast<size_t>(c)] = std::max(k_scale_[static_cast<size_t>(c)], scale);
     }
     for (int64_t i = 0; i < layout.v_groups * shape.group_size; i++) {
-      put(layout.v_scale, i, v_step * (1.0f - 0.02f * static_cast<float>((i + kind) % 5)));
-      put(layout.v_zero, i, -1.5f + 0.1f * static_cast<float>((i + 2 * kind) % 5 - 2));
+      put(layout.v_scale, layout.v_zero, i, shape.v_bits, v_step * (1.0f - 0.02f * static_cast<float>((i + kind) % 5)),
+          -1.5f + 0.1f * static_cast<float>((i + 2 * kind) % 5 - 2));
     }
     return record;
   }

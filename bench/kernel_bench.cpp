@@ -163,6 +163,7 @@ void add_quick() {
   for (const auto& bits : kBits) {
     add_cases(changed([&](Shape& s) { s.k_bits = bits[0], s.v_bits = bits[1]; }), {1});
   }
+  add_cases(changed([](Shape& s) { s.k_bits = s.v_bits = 4, s.narrow = true; }), {1});
   add_cases(changed([](Shape& s) { s.dim = 80, s.heads = 12, s.kv_heads = 4, s.group_size = 64; }), {1});
   add_cases(changed([](Shape& s) { s.q_len = 4, s.sink_length = 4, s.residual_length = 128; }), {2});
   add_cases(changed([](Shape& s) { s.lengths = {100, 700, 1500}; }), {2});
@@ -177,6 +178,9 @@ void add_all() {
   add_cases(changed([](Shape& s) { s.sink_length = 4, s.residual_length = 128; }), {1, 2});
   for (const auto& bits : kBits) {
     add_cases(changed([&](Shape& s) { s.k_bits = bits[0], s.v_bits = bits[1]; }), {1, 2});
+  }
+  for (const int64_t bits : {2, 3, 4}) {
+    add_cases(changed([&](Shape& s) { s.k_bits = s.v_bits = bits, s.narrow = true; }), {1});
   }
   add_cases(changed([](Shape& s) { s.kv_heads = 32; }), {1, 2});
   for (const int64_t dim : {64, 80, 96, 192, 256}) add_cases(changed([&](Shape& s) { s.dim = dim; }), {1});

@@ -18,11 +18,22 @@ enum class Isa : uint8_t { kScalar, kNeon, kAvx2, kAvx512, kAvx512Vnni };
 // ---------------------------------------------------------------------------------------------- records
 
 // One group of tokens of one kv head into one record. Channels are contiguous. Per group of one channel (K) or of one
-// token and G channels (V), in fp32: lo = min, hi = max, scale = (hi - lo) / (2^bits - 1), zero = lo, both rounded to
+// token and Gv channels (V), in fp32: lo = min, hi = max, scale = (hi - lo) / (2^bits - 1), zero = lo, both rounded to
 // the stored type, then code = clamp(rint((x - zero) / scale), 0, 2^bits - 1) against the stored values (scale 0: code
 // 0); rint is half to even. A group that holds NaN or Inf, or whose hi - lo overflows fp32, is stored as scale 0, zero
-// NaN, codes 0: it comes back as NaN. range_search: the ranges shrunk around their middle by r in {1, .98, .96, .94,
-// .92, .90} are tried, each as stored, and the one with the least sum of squared errors is kept; the first wins a tie.
+// NaN, codes 0: it comes back as NaN.
+//
+// Options of the format change this so, in this order:
+//   rotated V     the row is rotated first (kivi/format.h), in fp32
+//   symmetric V   hi = max |x|, lo = -hi; zero = -scale * (2^bits - 1) / 2
+//   float8        scale = the larger one of (hi - lo) / (2^bits - 1) and |zero| / 127.5 * zero_steps, rounded; zero =
+//                 (lo + hi) / 2 - scale * (2^bits - 1) / 2, rounded to a step
+//   bias (K)      zero += mean(x - x^), stored again; codes stay
+//   gain (V)      scale = sum (x - mx)^2 / sum (c - mc)(x - mx) within [1/2, 2] of what it was, zero = mx - scale * mc,
+//                 stored again, with mx and mc the means of x and of the codes (symmetric: 0 and the middle code)
+//   search        all of it for each part of the range, (hi - lo) * r around the same middle; the least sum of squared
+//                 errors wins, the first of equal ones
+// A correction, or a part, whose numbers do not fit the stored type is passed over.
 struct EncodeParams {
   const Format* format;
   const RecordLayout* layout;

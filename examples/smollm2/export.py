@@ -22,7 +22,7 @@ import time
 import unicodedata
 import zipfile
 from pathlib import Path
-from typing import List
+from typing import List, Optional
 
 import numpy as np
 import torch
@@ -358,6 +358,13 @@ class SmolLM2(nn.Module):
         sink_length: int,
         range_search: bool,
         precision: str,
+        recipe: str,
+        scale_dtype: str,
+        v_group_size: Optional[int],
+        v_symmetric: bool,
+        v_rotated: bool,
+        corrections: bool,
+        v_search: List[float],
     ) -> int:
         """Gives every layer one more Kivi cache. Returns the number of the lane."""
         lane = 0
@@ -374,6 +381,14 @@ class SmolLM2(nn.Module):
                     sink_length=sink_length,
                     precision=precision,
                     range_search=range_search,
+                    scale_dtype=scale_dtype,
+                    recipe=recipe,
+                    v_search=v_search,
+                    k_bias_correction=corrections,
+                    v_gain_correction=corrections,
+                    v_group_size=v_group_size,
+                    v_symmetric=v_symmetric,
+                    v_rotated=v_rotated,
                 )
             )
         return lane

@@ -12,7 +12,8 @@
 
 namespace smollm2 {
 
-// How one lane of the model holds its cache. bits of 0 mean the plain float32 cache.
+// How one lane of the model holds its cache, as kivi::CacheOptions has it. bits of 0 and no recipe mean the plain
+// float32 cache.
 struct CacheConfig {
   std::string name = "fp32";
   int64_t k_bits = 0;
@@ -21,9 +22,15 @@ struct CacheConfig {
   int64_t residual_length = 128;
   int64_t sink_length = 4;
   bool range_search = false;
+  std::string recipe = "";
+  std::string scale_dtype = "float16";
+  bool one_group_per_token = false;  // of V: symmetric
+  bool v_rotated = false;
+  bool corrections = false;  // of the bias of K and the gain of V
+  bool wide_search = false;  // of V
   std::string precision = "fast";
 
-  bool exact() const { return k_bits == 0; }
+  bool exact() const { return k_bits == 0 && recipe.empty(); }
 };
 
 constexpr int64_t kExactLane = -1;

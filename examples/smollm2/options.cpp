@@ -31,23 +31,39 @@ int64_t integer(const std::string& option, const std::string& text, int64_t leas
   return value;
 }
 
-// "K4V2" or "K2V2+search".
+// A recipe, or bits with options beyond them: "near-lossless", "K4V2", "K2V2+search", "K4V4+float8+token+rotated".
 CacheConfig cache_config(const std::string& text) {
   CacheConfig config;
   config.name = text;
-  std::string bits = text;
-  const std::string search = "+search";
-  if (bits.size() > search.size() && bits.compare(bits.size() - search.size(), search.size(), search) == 0) {
-    config.range_search = true;
-    bits.resize(bits.size() - search.size());
-  }
+  const std::string bits = text.substr(0, text.find('+'));
   const auto known = [](char c) { return c == '1' || c == '2' || c == '3' || c == '4' || c == '8'; };
   if (bits.size() != 4 || bits[0] != 'K' || bits[2] != 'V' || !known(bits[1]) || !known(bits[3])) {
+    if (!text.empty() && text[0] >= 'a' && text[0] <= 'z') {
+      config.recipe = text;  // kivi::KVCache knows the names
+      return config;
+    }
     throw std::invalid_argument("--bits takes a list such as K8V8,K4V2,K2V2+search with 1, 2, 3, 4 or 8 bits, got '" +
                                 text + "'");
   }
   config.k_bits = bits[1] - '0';
   config.v_bits = bits[3] - '0';
+  const std::map<std::string, std::function<void()>> features = {
+      {"search", [&] { config.range_search = true; }},       {"wide", [&] { config.wide_search = true; }},
+      {"float8", [&] { config.scale_dtype = "float8"; }},    {"float32", [&] { config.scale_dtype = "float32"; }},
+      {"token", [&] { config.one_group_per_token = true; }}, {"rotated", [&] { config.v_rotated = true; }},
+      {"corrected", [&] { config.corrections = true; }},
+  };
+  for (size_t at = bits.size(); at < text.size();) {
+    const size_t end = std::min(text.find('+', at + 1), text.size());
+    const std::string feature = text.substr(at + 1, end - at - 1);
+    const auto found = features.find(feature);
+    if (found == features.end()) {
+      throw std::invalid_argument(
+          "--bits knows +search, +wide, +float8, +float32, +token, +rotated and +corrected, got '+" + feature + "'");
+    }
+    found->second();
+    at = end;
+  }
   return config;
 }
 
@@ -63,7 +79,9 @@ each generates, the bytes of its cache, its speed, and its perplexity on a text.
   --raw                give the prompt to the model as it is, without the chat template
   --tokens N           longest answer, in tokens (default 64)
   --bits LIST          caches to compare with fp32 (default K8V8,K4V4,K4V2,K2V2). K4V2 = 4-bit keys and 2-bit values;
-                       K2V2+search = with range search for this cache
+                       K2V2+search = with range search for this cache; also +float8 scales, one symmetric group of V
+                       for each +token, +rotated V, +corrected K and V, +wide range search of V; or a recipe such as
+                       near-lossless
   --context LIST       contexts for speed and bytes (default 512 and the longest that the model takes, 8192)
   --windows N          windows of 1024 scored tokens for the perplexity, 1 to 4 (default 1)
 
@@ -175,13 +193,11 @@ Options parse_options(int argc, char** argv) {
   for (const std::string& part : split(bits)) {
     if (part == "fp32") continue;  // it is always there
     CacheConfig config = cache_config(part);
-    const bool search = config.range_search || common.range_search;
-    const CacheConfig of_bits = config;
-    config = common;
-    config.name = of_bits.name;
-    config.k_bits = of_bits.k_bits;
-    config.v_bits = of_bits.v_bits;
-    config.range_search = search;
+    config.range_search |= common.range_search && config.recipe.empty();
+    config.group_size = common.group_size;
+    config.residual_length = common.residual_length;
+    config.sink_length = common.sink_length;
+    config.precision = common.precision;
     options.caches.push_back(config);
   }
   return options;
