@@ -42,7 +42,8 @@ struct EncodeParams {
   int64_t k_token_stride;  // elements
   int64_t v_token_stride;
   Element type;
-  uint8_t* record;  // layout->bytes, 64-byte aligned; every byte is written
+  uint8_t* record;                   // layout->bytes, 64-byte aligned; every byte is written
+  const int16_t* k_order = nullptr;  // with classes of keys: [head_dim], the channel in each place
 };
 
 // Values of `count` tokens of a record from token `first`: x^ = zero + code * scale in fp32, rounded to `type`; a
@@ -61,6 +62,7 @@ struct DecodeParams {
   // Rows that begin on 64 bytes may be written past the caches, for an output that is larger than these (see
   // kStreamBytes). flush_streams() is then called before another thread reads them.
   bool stream = false;
+  const int16_t* k_order = nullptr;  // as for encode
 };
 
 // Outputs of this size or more are written past the caches, which are little larger. (8 MB written and read back take
@@ -129,6 +131,7 @@ struct AttentionParams {
 
   const uint8_t* pool;  // [pages][page_bytes]
   int64_t page_bytes;
+  const int16_t* k_order;      // with classes of keys: [B][Hkv][D], the channel in each place; else null
   const int32_t* block_table;  // [B][block_table_stride]; page of tokens [S + 128 i, S + 128 (i + 1))
   int64_t block_table_stride;
   const int64_t* lengths;            // [B] n

@@ -83,6 +83,12 @@ inline const uint8_t* record_address(const AttentionParams& p, int64_t batch, in
   return p.pool + id * p.page_bytes + (kv_head * records + record) * p.layout->bytes;
 }
 
+// The order of one head's keys, null where there are no classes.
+inline const int16_t* head_order(const AttentionParams& p, int64_t batch, int64_t kv_head) {
+  if (p.k_order == nullptr) return nullptr;
+  return p.k_order + (batch * p.format->num_kv_heads + kv_head) * p.format->head_dim;
+}
+
 // Ends one row: adds the learned sink logit to the denominator, divides, writes `out` (a finite value beyond float16
 // becomes
 // +-65504 there) and `lse`. `row` counts from 0 within the item; acc has v_channels floats, max and sum are as in a

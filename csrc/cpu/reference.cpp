@@ -115,7 +115,8 @@ class Item {
         sum_(static_cast<size_t>(item.num_rows)),
         keys_(static_cast<size_t>(kTileKeys * head_dim_)),
         values_(static_cast<size_t>(kTileKeys * value_dim_)),
-        tile_acc_(static_cast<size_t>(value_dim_)) {
+        tile_acc_(static_cast<size_t>(value_dim_)),
+        order_(head_order(params, item.batch, item.kv_head)) {
     for (int64_t row = 0; row < item.num_rows; row++) {
       const QueryRow r = query_row(p_, item_, row);
       const int64_t at = item.batch * p_.q_batch_stride + r.head * p_.q_head_stride + r.query * p_.q_row_stride;
@@ -177,7 +178,7 @@ class Item {
     for (int64_t t = begin; t < end; t++) {
       const uint8_t* record = record_address(p_, item_.batch, item_.kv_head, page, (t - begin) / group);
       const int64_t slot = next_slot(p_.format->sink_length + t);
-      decode_key_row(*p_.format, *p_.layout, record, t % group, &keys_[static_cast<size_t>(slot * head_dim_)]);
+      decode_key_row(*p_.format, *p_.layout, record, t % group, order_, &keys_[static_cast<size_t>(slot * head_dim_)]);
       decode_value_row(*p_.format, *p_.layout, record, t % group, &values_[static_cast<size_t>(slot * value_dim_)]);
     }
   }
@@ -277,6 +278,7 @@ class Item {
   std::vector<float> keys_;        // [kTileKeys][D]
   std::vector<float> values_;      // [kTileKeys][Dv]
   std::vector<float> tile_acc_;    // [Dv]
+  const int16_t* order_;           // of the keys
   int64_t first_ = 0, count_ = 0;  // the tile holds the keys [first_, first_ + count_)
 };
 

@@ -228,16 +228,20 @@ GroupRules value_rules(const Format& f, const Strided& x) {
 }
 
 bool encode_keys(const EncodeParams& p) {
-  const Format& f = *p.format;
-  const RecordLayout& layout = *p.layout;
   bool fits = true;
-  for (int64_t d = 0; d < f.head_dim; d++) {
-    const Strided x{advance(p.k, p.type, d), p.type, p.k_token_stride, f.group_size};
-    const Choice c = choose_quantizer(key_rules(f, x));
-    fits &= c.fits;
-    store_group(layout, f.k_bits, p.record + layout.k_scale, p.record + layout.k_zero, d, c);
-    for (int64_t t = 0; t < f.group_size; t++) {
-      add_code(Side::kKey, layout, f.k_bits, p.record, t, d, c.coder.code(x[t]));
+  for (int64_t c = 0; c < p.layout->num_key_classes; c++) {
+    const Format f = key_class_format(*p.format, *p.layout, c);
+    const RecordLayout layout = key_class_layout(*p.layout, c);
+    for (int64_t i = 0; i < f.head_dim; i++) {
+      const int64_t place = p.layout->key_classes[c].first + i;
+      const int64_t channel = p.k_order != nullptr ? p.k_order[place] : place;
+      const Strided x{advance(p.k, p.type, channel), p.type, p.k_token_stride, f.group_size};
+      const Choice choice = choose_quantizer(key_rules(f, x));
+      fits &= choice.fits;
+      store_group(layout, f.k_bits, p.record + layout.k_scale, p.record + layout.k_zero, i, choice);
+      for (int64_t t = 0; t < f.group_size; t++) {
+        add_code(Side::kKey, layout, f.k_bits, p.record, t, i, choice.coder.code(x[t]));
+      }
     }
   }
   return fits;
@@ -272,10 +276,16 @@ bool encode_values(const EncodeParams& p) {
 
 }  // namespace
 
-void decode_key_row(const Format& f, const RecordLayout& layout, const uint8_t* record, int64_t token, float* row) {
-  for (int64_t d = 0; d < f.head_dim; d++) {
-    const Quantizer q = load_group(layout, f.k_bits, record + layout.k_scale, record + layout.k_zero, d);
-    row[d] = q.value(load_code(Side::kKey, layout, f.k_bits, record, token, d));
+void decode_key_row(const Format& format, const RecordLayout& whole, const uint8_t* record, int64_t token,
+                    const int16_t* order, float* row) {
+  for (int64_t c = 0; c < whole.num_key_classes; c++) {
+    const Format f = key_class_format(format, whole, c);
+    const RecordLayout layout = key_class_layout(whole, c);
+    for (int64_t i = 0; i < f.head_dim; i++) {
+      const int64_t place = whole.key_classes[c].first + i;
+      const Quantizer q = load_group(layout, f.k_bits, record + layout.k_scale, record + layout.k_zero, i);
+      row[order != nullptr ? order[place] : place] = q.value(load_code(Side::kKey, layout, f.k_bits, record, token, i));
+    }
   }
 }
 
@@ -304,7 +314,7 @@ void scalar_decode(const DecodeParams& params) {
   for (int64_t i = 0; i < params.count; i++) {
     const int64_t token = params.first + i;
     if (params.k != nullptr) {
-      decode_key_row(f, *params.layout, params.record, token, row.data());
+      decode_key_row(f, *params.layout, params.record, token, params.k_order, row.data());
       store(params.k, i * params.k_token_stride, f.head_dim);
     }
     if (params.v != nullptr) {
@@ -328,7 +338,10 @@ void widen_record(const Format& from, const uint8_t* record, const Format& to, u
       store_group(b, bits, out + new_scale, symmetric ? nullptr : out + new_zero, i, c);
     }
   };
-  widen(from.k_bits, a.k_scale, a.k_zero, b.k_scale, b.k_zero, a.k_channels, false);
+  for (int64_t c = 0; c < a.num_key_classes; c++) {
+    const RecordLayout x = key_class_layout(a, c), y = key_class_layout(b, c);
+    widen(a.key_classes[c].bits, x.k_scale, x.k_zero, y.k_scale, y.k_zero, x.k_channels, false);
+  }
   widen(from.v_bits, a.v_scale, a.v_zero, b.v_scale, b.v_zero, a.v_groups * from.group_size, from.v_symmetric);
 }
 

@@ -99,7 +99,8 @@ class Scratch {
 template <int kRows>
 void lay_out(const AttentionParams& p, Rows<kRows>& rows, Pages<kRows>& pages, Scratch& scratch) {
   const int64_t slots = p.format->group_size == 16 ? 2 * kChunk : kChunk;
-  rows.k_padded = round_up(p.layout->k_channels, 32);
+  // The last class of keys may end in the middle of a unit of 32 wherever it begins.
+  rows.k_padded = round_up(p.layout->k_channels + (p.layout->num_key_classes > 1 ? kLine : 0), 32);
   rows.v_channels = p.layout->v_channels;
   rows.v_groups = p.layout->v_groups;
   rows.q = scratch.take(kRows * rows.k_padded);
@@ -107,6 +108,7 @@ void lay_out(const AttentionParams& p, Rows<kRows>& rows, Pages<kRows>& pages, S
   rows.zero_acc = scratch.take(kRows * rows.v_groups * kLanes);
   rows.score = scratch.take(kRows * kChunk);
   pages.q_scaled = scratch.take(kRows * rows.k_padded);
+  pages.q_ordered = scratch.take(p.k_order != nullptr ? kRows * rows.k_padded : 0);
   pages.value_floats = kRows * std::max(rows.k_padded, slots);
   pages.k_values = scratch.take(pages.value_floats);
   pages.v_values = scratch.take(pages.value_floats);
@@ -125,7 +127,7 @@ HWY_NOINLINE void attend_rows(const Job& job, int64_t index, int64_t row) {
   Scratch scratch(attention_scratch(size.used()));
   lay_out(p, rows, pages, scratch);
   rows.begin(p, item, ranges, row);
-  if (item.num_pages > 0) pages.begin(p, &rows, job.vnni);
+  if (item.num_pages > 0) pages.begin(p, item, &rows, job.vnni);
   const bool last_rows = row + kRows >= item.num_rows;
   const int64_t stride = partial_row_floats(p);
   if (item.num_splits > 1) {

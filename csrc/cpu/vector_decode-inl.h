@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu/codes.h"
 #include "cpu/vector_record-inl.h"
@@ -574,6 +575,31 @@ void decode_values_of_bits(int64_t bits, const DecodeSide& p) {
   }
 }
 
+// Keys in classes: each class as the keys of a plain record, a few rows at a time, and then every number to its
+// channel.
+template <Element kType>
+HWY_NOINLINE void decode_key_classes(const DecodeParams& p) {
+  using Number = std::conditional_t<kType == Element::kFloat32, uint32_t, uint16_t>;
+  constexpr int64_t kRows = 8;
+  alignas(64) Number rows[kRows * kMaxHeadDim];
+  for (int64_t c = 0; c < p.layout->num_key_classes; c++) {
+    const Format format = key_class_format(*p.format, *p.layout, c);
+    const RecordLayout layout = key_class_layout(*p.layout, c);
+    const int16_t* const order = p.k_order + p.layout->key_classes[c].first;
+    const int64_t dim = format.head_dim, stride = layout.k_channels;
+    DecodeParams some = p;
+    some.format = &format, some.layout = &layout, some.k = rows, some.k_token_stride = stride, some.stream = false;
+    for (int64_t i = 0; i < p.count; i += kRows) {
+      some.first = p.first + i, some.count = std::min(kRows, p.count - i);
+      decode_keys_of_bits<kType>(format.k_bits, DecodeSide(some, rows, stride, dim));
+      for (int64_t j = 0; j < some.count; j++) {
+        Number* const out = static_cast<Number*>(p.k) + (i + j) * p.k_token_stride;
+        for (int64_t d = 0; d < dim; d++) out[order[d]] = rows[j * stride + d];
+      }
+    }
+  }
+}
+
 // Values that stand in the record rotated: rows in float32 first, a few at a time.
 template <Element kType>
 HWY_NOINLINE void decode_rotated_values(const DecodeParams& p) {
@@ -598,7 +624,13 @@ HWY_NOINLINE void decode_rotated_values(const DecodeParams& p) {
 template <Element kType>
 void decode_as(const DecodeParams& p) {
   const Format& f = *p.format;
-  if (p.k != nullptr) decode_keys_of_bits<kType>(f.k_bits, DecodeSide(p, p.k, p.k_token_stride, f.head_dim));
+  if (p.k != nullptr) {
+    if (p.layout->num_key_classes > 1) {
+      decode_key_classes<kType>(p);
+    } else {
+      decode_keys_of_bits<kType>(f.k_bits, DecodeSide(p, p.k, p.k_token_stride, f.head_dim));
+    }
+  }
   if (p.v == nullptr) return;
   if (f.v_rotated) {
     decode_rotated_values<kType>(p);

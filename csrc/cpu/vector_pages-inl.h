@@ -77,17 +77,30 @@ struct Pages {
   const RecordLayout* layout = nullptr;
   int64_t group_size = 0;
   ScaleKind scales = ScaleKind::kHalf;
-  ZeroRule k_zeros{2}, v_zeros{2};
+  ZeroRule v_zeros{2};
   bool exact = false;
-  DotFunction k_dot = nullptr, v_dot = nullptr;
-  DotShape k_shape, v_shape;
-  float amplitude = 0;               // of q'
-  float k_middle = 0, v_middle = 0;  // what dot_fp32 takes off a code
-  int64_t v_subs = 1;                // blocks of 16 values of one record in v_values
-  int64_t value_floats = 0;          // of k_values and v_values
-  const float* k_weight = nullptr;   // fp32_weights
-  const float* v_weight = nullptr;
+  // A run of channels of K that share a width: all of them, or a class.
+  struct KeyRun {
+    DotFunction dot = nullptr;
+    DotShape shape;
+    int64_t first = 0, channels = 0;  // whole lines
+    int64_t codes = 0;                // offset in the record
+    float middle = 0;                 // what dot_fp32 takes off a code
+    const float* weight = nullptr;    // fp32_weights
+    ZeroRule zeros{2};
+  };
+  KeyRun k_runs[kMaxKeyClasses];
+  int64_t num_k_runs = 1;
+  DotFunction v_dot = nullptr;
+  DotShape v_shape;
+  float amplitude = 0;  // of q'
+  float v_middle = 0;
+  int64_t v_subs = 1;               // blocks of 16 values of one record in v_values
+  int64_t value_floats = 0;         // of k_values and v_values
+  const float* v_weight = nullptr;  // fp32_weights
+  const float* q = nullptr;         // [kRows][k_padded]: the rows' q, in the order of the record
   // In the thread's scratch buffer.
+  float* q_ordered = nullptr;  // [kRows][k_padded], with classes of keys
   float* q_scaled = nullptr;   // [kRows][k_padded]: q on the scale of q' (fast)
   float* scale_max = nullptr;  // [k_padded]
   float* k_values = nullptr;   // [k_padded / 16][kRows][16] q' of one record, fp32 or int16
@@ -97,27 +110,22 @@ struct Pages {
   alignas(16) float c[(kRows + 3) / 4 * 4];
   float from_weight[kRows];  // w -> p, and the factor of the row
 
-  void begin(const AttentionParams& p, Rows<kRows>* r, bool vnni) {
+  void begin(const AttentionParams& p, const AttentionItem& item, Rows<kRows>* r, bool vnni) {
     rows = r;
     layout = p.layout;
     const Format& f = *p.format;
     group_size = f.group_size;
     scales = scale_kind(layout->scale_bytes);
-    k_zeros = ZeroRule(f.k_bits);
     v_zeros = ZeroRule(f.v_bits, f.v_symmetric);
     exact = p.exact;
-    amplitude = static_cast<float>(int16_amplitude(f.head_dim, f.k_bits));
-    k_middle = static_cast<float>(code_middle(f.k_bits));
     v_middle = static_cast<float>(code_middle(f.v_bits));
     v_subs = std::max<int64_t>(group_size / kLine, wide_unit(f.v_bits) ? 2 : 1);
-    k_dot = dot_function<kRows, true>(f.k_bits, exact, vnni);
-    k_shape.lines = group_size / kLine;
-    k_shape.runs = 1;
-    k_shape.units = units_of(f.k_bits, layout->k_channels);
-    k_shape.word_stride = kLineBytes;
-    for (int plane = 0; plane < 2; plane++) k_shape.line_strides[plane] = layout->k_words[plane] * kLineBytes;
-    k_shape.high_plane = layout->k_codes[1] - layout->k_codes[0];
-    k_weight = fp32_weights(f.k_bits);
+    num_k_runs = layout->num_key_classes;
+    int32_t least_amplitude = INT16_MAX;
+    for (int64_t i = 0; i < num_k_runs; i++)
+      begin_keys(layout->key_classes[i], i == 0, vnni, k_runs[i], least_amplitude);
+    amplitude = static_cast<float>(least_amplitude);
+    order_queries(head_order(p, item.batch, item.kv_head));
     v_dot = dot_function<kRows, false>(f.v_bits, exact, vnni);
     v_shape.units = units_of(f.v_bits, group_size);
     v_shape.word_stride = layout->v_channels / kLine * kLineBytes;
@@ -129,8 +137,38 @@ struct Pages {
     std::fill(from_int, from_int + kRows, 1.0f);
     // Where a unit of 32 values has 16 only, the others are 0.
     const size_t values_bytes = static_cast<size_t>(value_floats) * sizeof(float);
-    if (layout->k_channels % 32 != 0) std::memset(k_values, 0, values_bytes);
+    if (layout->k_channels % 32 != 0 || num_k_runs > 1) std::memset(k_values, 0, values_bytes);
     if (group_size == kLine) std::memset(v_values, 0, values_bytes);
+  }
+
+  // The first run writes the scores, the others add to them.
+  void begin_keys(const KeyClassLayout& k, bool writes, bool vnni, KeyRun& run, int32_t& least_amplitude) const {
+    run.dot = writes ? dot_function<kRows, true>(k.bits, exact, vnni) : dot_function<kRows, false>(k.bits, exact, vnni);
+    run.first = k.first;
+    run.channels = round_up(k.channels, kLine);
+    run.codes = k.codes[0];
+    run.middle = static_cast<float>(code_middle(k.bits));
+    run.weight = fp32_weights(k.bits);
+    run.zeros = ZeroRule(k.bits);
+    run.shape.lines = group_size / kLine;
+    run.shape.runs = 1;
+    run.shape.units = units_of(k.bits, run.channels);
+    run.shape.word_stride = kLineBytes;
+    for (int plane = 0; plane < 2; plane++) run.shape.line_strides[plane] = k.words[plane] * kLineBytes;
+    run.shape.high_plane = k.codes[1] - k.codes[0];
+    least_amplitude = std::min(least_amplitude, int16_amplitude(k.channels, k.bits));
+  }
+
+  // The queries in the order of the record's keys; padding stays 0.
+  void order_queries(const int16_t* order) {
+    q = rows->q;
+    if (order == nullptr) return;
+    const int64_t stride = rows->k_padded, dim = rows->params->format->head_dim;
+    std::memset(q_ordered, 0, static_cast<size_t>(kRows * stride) * sizeof(float));
+    for (int r = 0; r < kRows; r++) {
+      for (int64_t i = 0; i < dim; i++) q_ordered[r * stride + i] = rows->q[r * stride + order[i]];
+    }
+    q = q_ordered;
   }
 
   static bool wide_unit(int64_t bits) { return bits == 1 || bits == 3; }
@@ -206,7 +244,7 @@ struct Pages {
   HWY_NOINLINE void bound_queries(const uint8_t* records, int64_t count) {
     const int64_t channels = layout->k_channels, stride = layout->bytes, row_stride = rows->k_padded;
     const uint8_t* const section = records + layout->k_scale;
-    const float* const q = rows->q;
+    const float* const q_rows = q;
     float* const out = q_scaled;
     VF bound[kRows];
     KIVI_UNROLL
@@ -215,7 +253,7 @@ struct Pages {
       const VF s = largest_scale<kKind>(section, count, stride, d);
       KIVI_UNROLL
       for (int r = 0; r < kRows; r++) {
-        bound[r] = max_number(hn::Abs(hn::Mul(s, load_float(q + r * row_stride + d))), bound[r]);
+        bound[r] = max_number(hn::Abs(hn::Mul(s, load_float(q_rows + r * row_stride + d))), bound[r]);
       }
     }
     alignas(64) float top[Rows<kRows>::kPaddedRows] = {}, to_int[Rows<kRows>::kPaddedRows];
@@ -232,49 +270,59 @@ struct Pages {
     for (int64_t d = 0; d < channels; d += kLanes) {
       KIVI_UNROLL
       for (int r = 0; r < kRows; r++) {
-        store_float(hn::Mul(scale[r], load_float(q + r * row_stride + d)), out + r * row_stride + d);
+        store_float(hn::Mul(scale[r], load_float(q_rows + r * row_stride + d)), out + r * row_stride + d);
       }
     }
   }
 
   template <bool kExact, ScaleKind kKind>
   HWY_NOINLINE void scores(const uint8_t* records, int64_t count, Fetch& fetch) {
+    constexpr int64_t kBlockBytes = kRows * kLine * (kExact ? 4 : 2);
     DotResult result{rows->score, kChunk, from_int, c};
     for (int64_t i = 0; i < count; i++, records += layout->bytes, result.out += group_size) {
       prepare_keys<kExact, kKind>(records);
-      k_dot(k_shape, records + layout->k_codes[0], k_values, fetch, result);
+      for (int64_t n = 0; n < num_k_runs; n++) {
+        const KeyRun& run = k_runs[n];
+        const auto* values = reinterpret_cast<const uint8_t*>(k_values) + run.first / kLine * kBlockBytes;
+        run.dot(run.shape, records + run.codes, values, fetch, result);
+      }
     }
   }
 
   // q' and c of one record.
   template <bool kExact, ScaleKind kKind>
   HWY_NOINLINE void prepare_keys(const uint8_t* record) {
-    const float* const q = kExact ? rows->q : q_scaled;
-    const int64_t stride = rows->k_padded, channels = layout->k_channels;
-    const uint8_t* const scales = record + layout->k_scale;
-    const uint8_t* const zeros = record + layout->k_zero;
-    const ZeroRule zero_rule = k_zeros;
-    const ValueStore<kExact> store{k_weight, k_values};
+    const float* const q_rows = kExact ? q : q_scaled;
+    const int64_t stride = rows->k_padded;
+    const uint8_t* const scales_at = record + layout->k_scale;
+    const uint8_t* const zeros_at = record + layout->k_zero;
     VF zero_dot[kRows];
     KIVI_UNROLL
     for (int r = 0; r < kRows; r++) zero_dot[r] = hn::Zero(DF());
-    for (int64_t d = 0; d < channels; d += kLine) {
-      VF s[kLineVectors], z[kLineVectors];
-      KIVI_UNROLL
-      for (int v = 0; v < kLineVectors; v++) {
-        load_group<kKind, false>(scales, zeros, zero_rule, d + v * kLanes, s[v], z[v]);
-        if constexpr (kExact) z[v] = hn::MulAdd(s[v], splat(k_middle), z[v]);
-      }
-      VF y[kRows][kLineVectors];
-      KIVI_UNROLL
-      for (int r = 0; r < kRows; r++) {
+    for (int64_t n = 0; n < num_k_runs; n++) {
+      const KeyRun& run = k_runs[n];
+      const int64_t first = run.first, end = run.first + run.channels;
+      const float middle = run.middle;
+      const ZeroRule zero_rule = run.zeros;
+      const ValueStore<kExact> store{run.weight, k_values};
+      for (int64_t d = first; d < end; d += kLine) {
+        VF s[kLineVectors], z[kLineVectors];
         KIVI_UNROLL
         for (int v = 0; v < kLineVectors; v++) {
-          y[r][v] = load_float(q + r * stride + d + v * kLanes);
-          zero_dot[r] = hn::MulAdd(y[r][v], z[v], zero_dot[r]);
+          load_group<kKind, false>(scales_at, zeros_at, zero_rule, d + v * kLanes, s[v], z[v]);
+          if constexpr (kExact) z[v] = hn::MulAdd(s[v], splat(middle), z[v]);
         }
+        VF y[kRows][kLineVectors];
+        KIVI_UNROLL
+        for (int r = 0; r < kRows; r++) {
+          KIVI_UNROLL
+          for (int v = 0; v < kLineVectors; v++) {
+            y[r][v] = load_float(q_rows + r * stride + d + v * kLanes);
+            zero_dot[r] = hn::MulAdd(y[r][v], z[v], zero_dot[r]);
+          }
+        }
+        store.put(y, s, d - first, d / kLine);
       }
-      store.put(y, s, d, d / kLine);
     }
     sum_lanes<true>(zero_dot, c);
     const hn::FixedTag<float, 4> four;

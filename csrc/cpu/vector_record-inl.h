@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/codes.h"
@@ -417,6 +418,33 @@ bool encode_values_of_bits(const EncodeParams& p) {
   }
 }
 
+// The keys of a record, brought into the order of their classes, and then each class as the keys of a plain record.
+template <Element kType>
+HWY_NOINLINE bool encode_key_classes(const EncodeParams& p) {
+  constexpr int64_t kSize = element_bytes(kType);
+  using Number = std::conditional_t<kType == Element::kFloat32, uint32_t, uint16_t>;
+  const int64_t dim = p.format->head_dim, stride = p.layout->k_channels;
+  thread_local std::vector<Number> buffer;
+  buffer.resize(static_cast<size_t>(p.format->group_size * stride));
+  for (int64_t t = 0; t < p.format->group_size; t++) {
+    const auto* const row = static_cast<const Number*>(p.k) + t * p.k_token_stride;
+    Number* const ordered = buffer.data() + t * stride;
+    for (int64_t i = 0; i < dim; i++) ordered[i] = row[p.k_order[i]];
+  }
+  bool fit = true;
+  for (int64_t c = 0; c < p.layout->num_key_classes; c++) {
+    const Format format = key_class_format(*p.format, *p.layout, c);
+    const RecordLayout layout = key_class_layout(*p.layout, c);
+    EncodeParams one = p;
+    one.format = &format;
+    one.layout = &layout;
+    one.k = reinterpret_cast<const uint8_t*>(buffer.data()) + p.layout->key_classes[c].first * kSize;
+    one.k_token_stride = stride;
+    fit = encode_keys_of_bits<kType>(one) && fit;
+  }
+  return fit;
+}
+
 // The values of a record in float32, rotated; rows are a multiple of a vector apart.
 template <Element kType>
 HWY_NOINLINE bool encode_rotated_values(const EncodeParams& p) {
@@ -441,7 +469,7 @@ HWY_NOINLINE bool encode_rotated_values(const EncodeParams& p) {
 
 template <Element kType>
 bool encode_as(const EncodeParams& p) {
-  const bool keys_fit = encode_keys_of_bits<kType>(p);
+  const bool keys_fit = p.layout->num_key_classes > 1 ? encode_key_classes<kType>(p) : encode_keys_of_bits<kType>(p);
   return (p.format->v_rotated ? encode_rotated_values<kType>(p) : encode_values_of_bits<kType>(p)) && keys_fit;
 }
 

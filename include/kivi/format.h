@@ -77,17 +77,30 @@ struct RangeSearch {
 inline constexpr RangeSearch kNarrowSearch{5, {980, 960, 940, 920, 900}};
 inline constexpr RangeSearch kWideSearch{10, {960, 920, 880, 840, 800, 760, 720, 680, 640, 600}};
 
+// A class of key channels that share a width. A record holds the channels class by class, in an order that each row of
+// the batch and each kv head has for itself: number i of the order is the channel that stands in place i.
+struct KeyClass {
+  int64_t channels = 0;  // all but the last class: a multiple of 16; of 32 at 1 and 3 bits
+  int64_t bits = 0;
+  friend constexpr bool operator==(const KeyClass& a, const KeyClass& b) {
+    return a.channels == b.channels && a.bits == b.bits;
+  }
+};
+inline constexpr int64_t kMaxKeyClasses = 4;
+
 // What one cache looks like. Sizes in tokens and channels.
 struct Format {
   int64_t num_kv_heads = 0;
   int64_t head_dim = 0;        // D, of keys and queries
   int64_t value_head_dim = 0;  // Dv, of values and outputs
-  int64_t k_bits = 2;          // 1, 2, 3, 4 or 8
+  int64_t k_bits = 2;          // 1, 2, 3, 4 or 8; with classes: of the widest
   int64_t v_bits = 2;
   int64_t group_size = 32;        // G: 16, 32, 64 or 128
   int64_t residual_length = 128;  // R: the newest tokens, always exact
   int64_t sink_length = 4;        // the first tokens, always exact
   ScaleType scale_type = ScaleType::kFloat16;
+  int64_t num_key_classes = 0;  // 0: all channels of K have k_bits, in their own order
+  KeyClass key_classes[kMaxKeyClasses];
   RangeSearch k_search, v_search;
   // K: after its codes are made, a group's zero is moved by its mean error, so that the mean error becomes 0.
   bool k_bias_correction = false;
@@ -99,6 +112,10 @@ struct Format {
   bool v_rotated = false;    // V times a Hadamard matrix before it is quantised (rotation_size)
 
   friend constexpr bool operator==(const Format& a, const Format& b) {
+    if (a.num_key_classes != b.num_key_classes) return false;
+    for (int64_t c = 0; c < a.num_key_classes; c++) {
+      if (!(a.key_classes[c] == b.key_classes[c])) return false;
+    }
     return a.num_kv_heads == b.num_kv_heads && a.head_dim == b.head_dim && a.value_head_dim == b.value_head_dim &&
            a.k_bits == b.k_bits && a.v_bits == b.v_bits && a.group_size == b.group_size &&
            a.residual_length == b.residual_length && a.sink_length == b.sink_length && a.scale_type == b.scale_type &&
@@ -152,15 +169,26 @@ constexpr int64_t plane_weight(int plane) { return plane == 0 ? 1 : 4; }
 constexpr int code_bit(int64_t bits, int64_t e) { return static_cast<int>(bits * (e / 2) + 16 * (e % 2)); }
 constexpr int64_t codes_per_word(int64_t bits) { return 32 / bits; }
 
+// Where one class of keys stands.
+struct KeyClassLayout {
+  int64_t bits = 0;
+  int64_t first = 0;          // place of its first channel, a multiple of 16
+  int64_t channels = 0;       // its channels
+  int64_t words[2] = {0, 0};  // per token, by plane
+  int64_t codes[2] = {0, 0};  // plane p: lines [G / 16][words[p]]
+};
+
 // Offsets and sizes inside one record, in bytes from its start unless said otherwise.
 struct RecordLayout {
-  int64_t k_channels = 0;           // D rounded up to a line of 16; the added channels hold code, scale and zero 0
-  int64_t v_channels = 0;           // Dv rounded up likewise
-  int64_t v_group = 0;              // Gv
-  int64_t v_groups = 0;             // ceil(Dv / Gv); the last group may be short
-  int64_t k_words[2] = {0, 0};      // words per token, by plane
-  int64_t v_words[2] = {0, 0};      // words per channel, by plane
-  int64_t k_codes[2] = {0, 0};      // plane p: lines [G / 16][k_words[p]]
+  int64_t k_channels = 0;       // D rounded up to a line of 16; the added channels hold code, scale and zero 0
+  int64_t v_channels = 0;       // Dv rounded up likewise
+  int64_t v_group = 0;          // Gv
+  int64_t v_groups = 0;         // ceil(Dv / Gv); the last group may be short
+  int64_t k_words[2] = {0, 0};  // words per token, by plane
+  int64_t v_words[2] = {0, 0};  // words per channel, by plane
+  int64_t k_codes[2] = {0, 0};  // plane p: lines [G / 16][k_words[p]]
+  int64_t num_key_classes = 1;  // a plain record has one; k_words and k_codes are those of the first
+  KeyClassLayout key_classes[kMaxKeyClasses];
   int64_t k_scale = 0, k_zero = 0;  // [k_channels]
   int64_t v_codes[2] = {0, 0};      // plane p: lines [v_words[p]][v_channels / 16]
   int64_t v_scale = 0, v_zero = 0;  // [v_groups][G]; v_zero is empty if V is symmetric
@@ -177,10 +205,23 @@ constexpr RecordLayout record_layout(const Format& f) {
   r.v_group = value_group(f);
   r.v_groups = ceil_div(f.value_head_dim, r.v_group);
   int64_t at = 0;
-  for (int p = 0; p < num_planes(f.k_bits); p++) {
-    r.k_words[p] = ceil_div(r.k_channels, codes_per_word(plane_bits(f.k_bits, p)));
-    r.k_codes[p] = at;
-    at += f.group_size / kLineLanes * r.k_words[p] * kLineBytes;
+  r.num_key_classes = f.num_key_classes == 0 ? 1 : f.num_key_classes;
+  int64_t first = 0;
+  for (int64_t c = 0; c < r.num_key_classes; c++) {
+    KeyClassLayout& k = r.key_classes[c];
+    k.bits = f.num_key_classes == 0 ? f.k_bits : f.key_classes[c].bits;
+    k.channels = f.num_key_classes == 0 ? f.head_dim : f.key_classes[c].channels;
+    k.first = first;
+    first += round_up(k.channels, kLineLanes);
+    for (int p = 0; p < num_planes(k.bits); p++) {
+      k.words[p] = ceil_div(round_up(k.channels, kLineLanes), codes_per_word(plane_bits(k.bits, p)));
+      k.codes[p] = at;
+      at += f.group_size / kLineLanes * k.words[p] * kLineBytes;
+    }
+  }
+  for (int p = 0; p < 2; p++) {
+    r.k_words[p] = r.key_classes[0].words[p];
+    r.k_codes[p] = r.key_classes[0].codes[p];
   }
   r.k_scale = at;
   at += round_up(r.k_channels * r.scale_bytes, kLineBytes);
@@ -197,6 +238,31 @@ constexpr RecordLayout record_layout(const Format& f) {
   if (!f.v_symmetric) at += round_up(r.v_groups * f.group_size * r.scale_bytes, kLineBytes);
   r.bytes = at;
   return r;
+}
+
+// One class of keys as the keys of a plain record: its format, and the layout of the whole record with the sections of
+// K narrowed to it.
+constexpr Format key_class_format(const Format& f, const RecordLayout& r, int64_t c) {
+  Format one = f;
+  one.head_dim = r.key_classes[c].channels;
+  one.k_bits = r.key_classes[c].bits;
+  one.num_key_classes = 0;
+  return one;
+}
+constexpr RecordLayout key_class_layout(const RecordLayout& r, int64_t c) {
+  RecordLayout one = r;
+  const KeyClassLayout& k = r.key_classes[c];
+  one.num_key_classes = 1;
+  one.key_classes[0] = k;
+  one.key_classes[0].first = 0;
+  one.k_channels = round_up(k.channels, kLineLanes);
+  for (int p = 0; p < 2; p++) {
+    one.k_words[p] = k.words[p];
+    one.k_codes[p] = k.codes[p];
+  }
+  one.k_scale += k.first * r.scale_bytes;
+  one.k_zero += k.first * r.scale_bytes;
+  return one;
 }
 
 // Bytes of one page: [num_kv_heads][128 / G] records. Needs a format that `format_error` accepts.
@@ -239,6 +305,27 @@ constexpr const char* format_error(const Format& f, int64_t* value) {
   }
   if (f.v_group_size < 0 || f.v_group_size > kMaxHeadDim || f.v_group_size % f.group_size != 0) {
     return bad(f.v_group_size, "v_group_size must be a multiple of group_size up to 1024, or 0");
+  }
+  if (f.num_key_classes < 0 || f.num_key_classes == 1 || f.num_key_classes > kMaxKeyClasses) {
+    return bad(f.num_key_classes, "the number of classes of key channels must be 0 or 2 to 4");
+  }
+  int64_t in_classes = 0, widest = 0;
+  for (int64_t c = 0; c < f.num_key_classes; c++) {
+    const KeyClass& k = f.key_classes[c];
+    if (!is_valid_bits(k.bits)) return bad(k.bits, "a class of key channels must have 1, 2, 3, 4 or 8 bits");
+    const bool last = c + 1 == f.num_key_classes;
+    if (k.channels < 1 || (!last && k.channels % (k.bits == 1 || k.bits == 3 ? 32 : 16) != 0)) {
+      return bad(k.channels,
+                 "a class of key channels must have a multiple of 16 channels (1 and 3 bits: 32), the last any");
+    }
+    in_classes += k.channels;
+    widest = k.bits > widest ? k.bits : widest;
+  }
+  if (f.num_key_classes > 0 && in_classes != f.head_dim) {
+    return bad(in_classes, "the classes of key channels must have head_dim channels together");
+  }
+  if (f.num_key_classes > 0 && widest != f.k_bits) {
+    return bad(f.k_bits, "k_bits must be that of the widest class of key channels");
   }
   for (const RangeSearch* search : {&f.k_search, &f.v_search}) {
     if (search->count < 0 || search->count > RangeSearch::kMax) {

@@ -206,6 +206,15 @@ class Problem {
     std::shuffle(order.begin(), order.end(), rng_);
     for (auto& id : block_table_) id = id > 0 ? order[static_cast<size_t>(id - 1)] : 0;
     pool_ = Bytes(pages * params.page_bytes);
+    if (f.num_key_classes > 0) {
+      for (int64_t row = 0; row < batch() * heads; row++) {
+        std::vector<int16_t> channels(static_cast<size_t>(f.head_dim));
+        for (size_t i = 0; i < channels.size(); i++) channels[i] = static_cast<int16_t>(i);
+        std::shuffle(channels.begin(), channels.end(), rng_);
+        k_order_.insert(k_order_.end(), channels.begin(), channels.end());
+      }
+      params.k_order = k_order_.data();
+    }
     sink_k_ = Bytes(batch() * heads * f.sink_length * f.head_dim * size);
     sink_v_ = Bytes(batch() * heads * f.sink_length * f.value_head_dim * size);
     window_k_ = Bytes(batch() * heads * capacity * f.head_dim * size);
@@ -280,10 +289,12 @@ class Problem {
                           d,
                           dv,
                           Element::kFloat32,
-                          record};
+                          record,
+                          head_order(b, h)};
       cpu::kernels_for(cpu::Isa::kScalar)->encode(e);
       poison_padding(record);
-      decode_record(record, &k_double[static_cast<size_t>(from * d)], &v_double[static_cast<size_t>(from * dv)]);
+      decode_record(record, head_order(b, h), &k_double[static_cast<size_t>(from * d)],
+                    &v_double[static_cast<size_t>(from * dv)]);
     }
     k.push_back(std::move(k_double));
     v.push_back(std::move(v_double));
@@ -316,9 +327,12 @@ class Problem {
       for (int i = 1; i < 4; i += 2) record[word + i] = 0xFF;  // elements 16 to 31 have bits 8 to 15 and 24 to 31
     };
     for (int plane = 0; plane < 2; plane++) {
-      if (plane < num_planes(f.k_bits) && plane_bits(f.k_bits, plane) == 1 && layout.k_channels % 32 != 0) {
+      for (int64_t c = 0; c < layout.num_key_classes; c++) {
+        const RecordLayout one = key_class_layout(layout, c);
+        const int64_t bits = layout.key_classes[c].bits;
+        if (plane >= num_planes(bits) || plane_bits(bits, plane) != 1 || one.k_channels % 32 == 0) continue;
         for (int64_t t = 0; t < f.group_size; t++) {
-          spoil(cpu::k_code_place(layout, f.k_bits, plane, t, layout.k_channels - 1).word);
+          spoil(cpu::k_code_place(one, bits, plane, t, one.k_channels - 1).word);
         }
       }
       if (plane < num_planes(f.v_bits) && plane_bits(f.v_bits, plane) == 1 && f.group_size == 16) {
@@ -329,15 +343,26 @@ class Problem {
     }
   }
 
-  void decode_record(const uint8_t* record, double* keys, double* values) {
+  // The order of one head's keys: a different one for each, null without classes.
+  const int16_t* head_order(int64_t b, int64_t h) const {
+    return k_order_.empty() ? nullptr : k_order_.data() + (b * format.num_kv_heads + h) * format.head_dim;
+  }
+
+  void decode_record(const uint8_t* record, const int16_t* order, double* keys, double* values) {
     const Format& f = format;
     for (int64_t t = 0; t < f.group_size; t++) {
-      for (int64_t i = 0; i < f.head_dim; i++) {
-        const Group g = group_at(record, layout.k_scale, layout.k_zero, i, f.k_bits, false);
-        largest_k_scale_.resize(static_cast<size_t>(f.head_dim), 0.0);
-        auto& top = largest_k_scale_[static_cast<size_t>(i)];
-        top = std::max(top, g.scale);
-        keys[t * f.head_dim + i] = g.zero + g.scale * cpu::load_code(cpu::Side::kKey, layout, f.k_bits, record, t, i);
+      for (int64_t c = 0; c < layout.num_key_classes; c++) {
+        const KeyClassLayout& own = layout.key_classes[c];
+        const RecordLayout one = key_class_layout(layout, c);
+        for (int64_t i = 0; i < own.channels; i++) {
+          const int64_t channel = order != nullptr ? order[own.first + i] : i;
+          const Group g = group_at(record, one.k_scale, one.k_zero, i, own.bits, false);
+          largest_k_scale_.resize(static_cast<size_t>(f.head_dim), 0.0);
+          auto& top = largest_k_scale_[static_cast<size_t>(channel)];
+          top = std::max(top, g.scale);
+          keys[t * f.head_dim + channel] =
+              g.zero + g.scale * cpu::load_code(cpu::Side::kKey, one, own.bits, record, t, i);
+        }
       }
       const int64_t per_group = f.v_group_size == 0 ? f.group_size : f.v_group_size;
       std::vector<double> row;
@@ -489,6 +514,7 @@ class Problem {
   std::vector<int32_t> block_table_;
   std::vector<float> sinks_, alibi_;
   std::vector<double> largest_k_scale_;
+  std::vector<int16_t> k_order_;
   double largest_scaled_query_ = 0;
 };
 

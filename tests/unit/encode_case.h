@@ -32,25 +32,31 @@ struct Tokens {
   void set_k(int64_t t, int64_t d, float x) { k.set(t * k_stride + d, x); }
   void set_v(int64_t t, int64_t d, float x) { v.set(t * v_stride + d, x); }
 
+  // The order of the keys; null where there are no classes.
+  const int16_t* order() const { return k_order.empty() ? nullptr : k_order.data(); }
+
   Format f;
   int64_t k_stride, v_stride;
   Array k, v;
+  std::vector<int16_t> k_order;
 };
 
 class Encode : public IsaTest {
  public:
   bool encode(const Tokens& x, Record* record) {
     const RecordLayout layout = record_layout(x.f);
-    EncodeParams p{&x.f, &layout, x.k.data(), x.v.data(), x.k_stride, x.v_stride, x.k.type(), record->data()};
+    EncodeParams p{&x.f,       &layout,    x.k.data(),     x.v.data(), x.k_stride,
+                   x.v_stride, x.k.type(), record->data(), x.order()};
     return kernels().encode(p);
   }
 
   // Decodes tokens [first, first + count) of the record.
-  std::pair<Array, Array> decode(const Format& f, const Record& record, Element type, int64_t first, int64_t count) {
+  std::pair<Array, Array> decode(const Format& f, const Record& record, Element type, int64_t first, int64_t count,
+                                 const int16_t* k_order = nullptr) {
     const RecordLayout layout = record_layout(f);
     Array k(type, count * f.head_dim), v(type, count * f.value_head_dim);
-    const DecodeParams p{&f,       &layout,    record.data(),    first, count, k.data(),
-                         v.data(), f.head_dim, f.value_head_dim, type};
+    DecodeParams p{&f, &layout, record.data(), first, count, k.data(), v.data(), f.head_dim, f.value_head_dim, type};
+    p.k_order = k_order;
     kernels().decode(p);
     return {std::move(k), std::move(v)};
   }
@@ -88,7 +94,8 @@ class Encode : public IsaTest {
     const RecordLayout layout = record_layout(f);
     bool want_fits = true;
     std::vector<float> k_back, v_back;
-    const std::vector<uint8_t> want = oracle::encode(f, x.k, x.k_stride, x.v, x.v_stride, &want_fits, &k_back, &v_back);
+    const std::vector<uint8_t> want =
+        oracle::encode(f, x.k, x.k_stride, x.v, x.v_stride, &want_fits, &k_back, &v_back, x.order());
     Record got(layout.bytes);
     const bool fits = encode(x, &got);
     ASSERT_EQ(fits, want_fits) << format_text(f);
@@ -106,7 +113,7 @@ class Encode : public IsaTest {
       Array k(type, static_cast<int64_t>(k_back.size())), v(type, static_cast<int64_t>(v_back.size()));
       for (int64_t i = 0; i < k.size(); i++) k.set(i, k_back[static_cast<size_t>(i)]);
       for (int64_t i = 0; i < v.size(); i++) v.set(i, v_back[static_cast<size_t>(i)]);
-      const auto values = decode(f, got, type, 0, f.group_size);
+      const auto values = decode(f, got, type, 0, f.group_size, x.order());
       EXPECT_EQ(values.first.bytes(), k.bytes()) << format_text(f) << " " << element_name(type);
       EXPECT_EQ(values.second.bytes(), v.bytes()) << format_text(f) << " " << element_name(type);
     }

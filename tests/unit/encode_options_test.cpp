@@ -90,6 +90,35 @@ TEST_P(EncodeOptions, GroupsOfValues) {
   }
 }
 
+// Channels of K in classes of different widths, in any order.
+TEST_P(EncodeOptions, ClassesOfKeys) {
+  const std::vector<std::vector<KeyClass>> lists = {
+      {{16, 4}, {48, 2}}, {{16, 4}, {32, 3}, {16, 2}}, {{16, 8}, {64, 1}},  {{32, 3}, {16, 4}, {32, 2}},
+      {{16, 4}, {4, 2}},  {{48, 2}, {16, 3}},          {{112, 2}, {16, 1}}, {{32, 1}, {32, 3}, {16, 8}, {17, 4}},
+  };
+  for (const auto& list : lists) {
+    for (const int64_t group : kGroupSizes) {
+      for (const Element type : kElements) {
+        int64_t dim = 0, widest = 0;
+        for (const KeyClass& k : list) dim += k.channels, widest = std::max(widest, k.bits);
+        Format f = make_format(1, dim, 32, widest, 2, group);
+        for (const KeyClass& k : list) f.key_classes[f.num_key_classes++] = k;
+        f.scale_type = group == 32 ? ScaleType::kFloat8 : ScaleType::kFloat16;
+        f.k_bias_correction = group == 64;
+        int64_t value = 0;
+        ASSERT_EQ(format_error(f, &value), nullptr) << value;
+        Tokens x(f, type, static_cast<uint32_t>(dim));
+        Random random(static_cast<uint32_t>(group));
+        for (int64_t i = 0; i < dim; i++) x.k_order.push_back(static_cast<int16_t>(i));
+        for (int64_t i = dim - 1; i > 0; i--)
+          std::swap(x.k_order[static_cast<size_t>(i)], x.k_order[static_cast<size_t>(random.below(i + 1))]);
+        check(x);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 // Groups of zeros, of one number, of NaN and Inf, of numbers at both ends of every type.
 TEST_P(EncodeOptions, HardGroups) {
   const float hard[] = {0.0f,      -0.0f, 1.0f,  -3.0f,  1e-7f, -2e-6f, 65504.0f,

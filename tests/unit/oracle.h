@@ -180,6 +180,7 @@ struct Codes {
   const RecordLayout& layout;
   int bits;
   bool keys;
+  int64_t key_class = 0;
 
   template <class Visit>  // visit(byte, bit in byte, bit of the code)
   void visit(int64_t token, int64_t channel, Visit visit) const {
@@ -189,9 +190,12 @@ struct Codes {
       const int per_word = 32 / width;
       const int64_t along = keys ? channel : token, across = keys ? token : channel;
       const int64_t word = along / per_word, e = along % per_word, line16 = across / 16, lane = across % 16;
-      const int64_t line = keys ? line16 * layout.k_words[plane] + word : word * (layout.v_channels / 16) + line16;
+      const int64_t line =
+          keys ? line16 * layout.key_classes[key_class].words[plane] + word : word * (layout.v_channels / 16) + line16;
       const int64_t bit = width * (e / 2) + 16 * (e % 2) + (b - 2 * plane);
-      visit((keys ? layout.k_codes[plane] : layout.v_codes[plane]) + line * 64 + lane * 4 + bit / 8, bit % 8, b);
+      visit(
+          (keys ? layout.key_classes[key_class].codes[plane] : layout.v_codes[plane]) + line * 64 + lane * 4 + bit / 8,
+          bit % 8, b);
     }
   }
   void set(std::vector<uint8_t>* record, int64_t token, int64_t channel, int code) const {
@@ -251,7 +255,8 @@ inline std::vector<double> rotated(const std::vector<double>& row, bool back) {
 
 // The whole record; `*fits` as encode returns it. `k_back` and `v_back`: what the record stands for, [token][channel].
 inline std::vector<uint8_t> encode(const Format& f, const Array& k, int64_t k_stride, const Array& v, int64_t v_stride,
-                                   bool* fits, std::vector<float>* k_back, std::vector<float>* v_back) {
+                                   bool* fits, std::vector<float>* k_back, std::vector<float>* v_back,
+                                   const int16_t* k_order = nullptr) {
   const RecordLayout layout = record_layout(f);
   std::vector<uint8_t> record(static_cast<size_t>(layout.bytes), 0);
   *fits = true;
@@ -261,16 +266,19 @@ inline std::vector<uint8_t> encode(const Format& f, const Array& k, int64_t k_st
     const float product = static_cast<float>(g.codes[i]) * g.scale;
     return g.zero + product;
   };
-  for (int64_t d = 0; d < f.head_dim; d++) {
+  int64_t key_class = 0, in_class = 0;
+  for (int64_t place = 0; place < f.head_dim; place++, in_class++) {
+    if (f.num_key_classes > 0 && in_class == f.key_classes[key_class].channels) key_class++, in_class = 0;
+    const int64_t d = k_order == nullptr ? place : k_order[place];
     std::vector<float> x;
     for (int64_t t = 0; t < f.group_size; t++) x.push_back(k.get(t * k_stride + d));
-    const int bits = static_cast<int>(f.k_bits);
+    const int bits = static_cast<int>(f.num_key_classes > 0 ? f.key_classes[key_class].bits : f.k_bits);
     const Group g = quantize_group(x, {bits, f.scale_type, f.k_search, false, f.k_bias_correction, false});
     *fits = *fits && g.fits;
-    put_group(&record, layout, bits, layout.k_scale, layout.k_zero, d, g);
-    const Codes codes{layout, static_cast<int>(f.k_bits), true};
+    put_group(&record, layout, bits, layout.k_scale, layout.k_zero, place, g);
+    const Codes codes{layout, bits, true, key_class};
     for (int64_t t = 0; t < f.group_size; t++) {
-      codes.set(&record, t, d, g.codes[static_cast<size_t>(t)]);
+      codes.set(&record, t, in_class, g.codes[static_cast<size_t>(t)]);
       (*k_back)[static_cast<size_t>(t * f.head_dim + d)] = back(g, static_cast<size_t>(t));
     }
   }
