@@ -25,6 +25,9 @@ struct Shape {
   std::vector<int64_t> lengths{16384};           // tokens of each row of the batch
   int64_t sink_length = 0, residual_length = 0;  // the policy of what is exact; 0: only what fills no group
   bool narrow = false;                           // scales of a byte, and one symmetric, rotated group of V per token
+  std::vector<KeyClass> classes;                 // of K
+  bool value_groups = false;                     // narrow, but V in groups of group_size channels with zeros
+  std::string recipe;                            // the name for these
 
   Format format() const {
     Format f;
@@ -34,13 +37,18 @@ struct Shape {
       f.scale_type = ScaleType::kFloat8;
       f.v_group_size = round_up(dim, group_size);
       f.v_symmetric = f.v_rotated = true;
+      if (value_groups) f.v_group_size = 0, f.v_symmetric = false;
+    }
+    for (const KeyClass& k : classes) {
+      f.k_bits = f.num_key_classes == 0 ? k.bits : std::max(f.k_bits, k.bits);
+      f.key_classes[f.num_key_classes++] = k;
     }
     return f;
   }
   std::string bits_name() const { return "K" + std::to_string(k_bits) + "V" + std::to_string(v_bits); }
   // Names what differs from the plain case too.
   std::string name() const {
-    std::string s = "decode/" + bits_name() + (narrow ? "_narrow" : "");
+    std::string s = "decode/" + (recipe.empty() ? bits_name() + (narrow ? "_narrow" : "") : recipe);
     s += lengths.size() == 1 ? "/tokens:" + std::to_string(lengths[0]) : "/ragged:" + std::to_string(lengths.size());
     s += "/heads:" + std::to_string(heads) + "x" + std::to_string(kv_heads);
     if (dim != 128) s += "/dim:" + std::to_string(dim);
@@ -76,6 +84,10 @@ class CacheLayers {
     layer_bytes_ = page * page_bytes(format).value;
     count_ = std::max<int64_t>(1, ceil_div(least_bytes, std::max<int64_t>(layer_bytes_, 1)));
     pool_ = std::make_unique<Memory>(count_ * layer_bytes_);
+    // One order for all heads, which share scales; 37 and the number of channels have no factor in common.
+    for (int64_t i = 0; !s.classes.empty() && i < static_cast<int64_t>(lengths_.size()) * s.kv_heads * s.dim; i++) {
+      order_.push_back(static_cast<int16_t>(37 * i % s.dim));
+    }
     fill_pool();
     fill_exact();
     fill_params();
@@ -165,10 +177,17 @@ class CacheLayers {
       cpu::store_element(record.data() + zeros, cpu::Element::kFloat16, i, zero);
       return cpu::load_element(record.data() + scales, cpu::Element::kFloat16, i);
     };
-    const float k_step = 3.0f / static_cast<float>((1 << shape.k_bits) - 1);
+    // By place; with classes the channel in it is another one.
+    std::vector<int64_t> k_bits, channel;
+    for (int64_t i = 0; i < layout.num_key_classes; i++) {
+      k_bits.insert(k_bits.end(), static_cast<size_t>(layout.key_classes[i].channels), layout.key_classes[i].bits);
+    }
+    for (int64_t i = 0; i < shape.dim; i++) channel.push_back(order_.empty() ? i : order_[static_cast<size_t>(i)]);
     const float v_step = 3.0f / static_cast<float>((1 << shape.v_bits) - 1);
-    for (int64_t c = 0; c < shape.dim; c++) {
-      const float scale = put(layout.k_scale, layout.k_zero, c, shape.k_bits,
+    for (int64_t i = 0; i < shape.dim; i++) {
+      const int64_t c = channel[static_cast<size_t>(i)], bits = k_bits[static_cast<size_t>(i)];
+      const float k_step = 3.0f / static_cast<float>((1 << bits) - 1);
+      const float scale = put(layout.k_scale, layout.k_zero, i, bits,
                               k_step * channel_size(c) * (1.0f - 0.02f * static_cast<float>((c + kind) % 7)),
                               channel_size(c) * (-1.5f + 0.1f * static_cast<float>((3 * c + kind) % 5 - 2)));
       k_scale_[static_cast<size_t>(c)] = std::max(k_scale_[static_cast<size_t>(c)], scale);
@@ -205,6 +224,7 @@ class CacheLayers {
     p.lengths = lengths_.data(), p.quantized_lengths = quantized_.data();
     p.sink_k = sink_k_.data(), p.sink_v = sink_v_.data();
     p.window_k = window_k_.data(), p.window_v = window_v_.data(), p.cache_type = kExactType;
+    p.k_order = order_.empty() ? nullptr : order_.data();
     p.causal = true;
   }
 
@@ -241,7 +261,7 @@ class CacheLayers {
       const auto at = static_cast<size_t>((shape.sink_length + t) * d);
       cpu::kernels_for(cpu::Isa::kScalar)
           ->decode({&format, &layout, pool_->data() + page * params_.page_bytes + record * layout.bytes, 0,
-                    format.group_size, &k[at], &v[at], d, d, cpu::Element::kFloat32});
+                    format.group_size, &k[at], &v[at], d, d, cpu::Element::kFloat32, false, params_.k_order});
     }
   }
 
@@ -311,6 +331,7 @@ class CacheLayers {
   std::vector<int32_t> table_;
   std::unique_ptr<Memory> pool_;
   std::vector<uint16_t> sink_k_, sink_v_, window_k_, window_v_;
+  std::vector<int16_t> order_;      // of the keys, with classes
   std::vector<float> q_, k_scale_;  // k_scale_: the largest of every channel
   cpu::AttentionParams params_{};
   std::mt19937 random_;

@@ -158,7 +158,21 @@ Shape changed(Change change) {
 
 constexpr int64_t kBits[][2] = {{1, 1}, {3, 3}, {4, 4}, {8, 8}, {4, 2}};
 
+// The records of the recipes that README names, at 128 channels.
+std::vector<Shape> recipes() {
+  return {changed([](Shape& s) {
+            s.recipe = "balanced", s.narrow = s.value_groups = true, s.classes = {{32, 4}, {96, 2}};
+          }),
+          changed([](Shape& s) {
+            s.recipe = "compact", s.narrow = true, s.classes = {{32, 4}, {96, 2}};
+          }),
+          changed([](Shape& s) {
+            s.recipe = "quality", s.narrow = true, s.v_bits = 3, s.classes = {{32, 4}, {64, 3}, {32, 2}};
+          })};
+}
+
 void add_quick() {
+  for (const Shape& recipe : recipes()) add_cases(recipe, {1});
   add_cases(changed([](Shape&) {}), {1, 2});
   for (const auto& bits : kBits) {
     add_cases(changed([&](Shape& s) { s.k_bits = bits[0], s.v_bits = bits[1]; }), {1});
@@ -182,6 +196,7 @@ void add_all() {
   for (const int64_t bits : {2, 3, 4}) {
     add_cases(changed([&](Shape& s) { s.k_bits = s.v_bits = bits, s.narrow = true; }), {1});
   }
+  for (const Shape& recipe : recipes()) add_cases(recipe, {1});
   add_cases(changed([](Shape& s) { s.kv_heads = 32; }), {1, 2});
   for (const int64_t dim : {64, 80, 96, 192, 256}) add_cases(changed([&](Shape& s) { s.dim = dim; }), {1});
   for (const int64_t group : {1, 2, 3, 7, 8, 16}) {

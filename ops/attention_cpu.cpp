@@ -69,8 +69,16 @@ std::tuple<at::Tensor, at::Tensor> cache_attention_cpu(
     const std::optional<at::Tensor>& new_v_arg, const std::optional<at::Tensor>& new_lengths_arg,
     const std::optional<at::Tensor>& attn_mask, bool is_causal, std::optional<double> scale, double softcap,
     int64_t window, const std::optional<at::Tensor>& sinks_arg, const std::optional<at::Tensor>& slopes_arg,
-    std::string_view precision) {
-  const CacheTensors tensors{pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v};
+    std::string_view precision, const std::optional<at::Tensor>& k_order) {
+  const CacheTensors tensors{pool,
+                             block_table,
+                             lengths,
+                             quantized_lengths,
+                             sink_k,
+                             sink_v,
+                             window_k,
+                             window_v,
+                             k_order.value_or(at::Tensor())};
   const Format format = format_from_ints(format_ints);
   const c10::SymInt sym_batch = check_cache(tensors, format);
   CacheAttentionOptions options;
@@ -100,6 +108,7 @@ std::tuple<at::Tensor, at::Tensor> cache_attention_cpu(
   p.q_row_stride = q.stride(2);
   p.q_type = element_of(q.scalar_type());
   p.pool = cache.pool;
+  p.k_order = cache.k_order;
   p.page_bytes = cache.page_size;
   p.block_table = cache.block_table;
   p.block_table_stride = cache.max_pages;

@@ -15,17 +15,21 @@ using OptionalTensor = std::optional<at::Tensor>;
 void cache_append_autograd(at::Tensor& pool, const at::Tensor& block_table, at::Tensor& lengths,
                            at::Tensor& quantized_lengths, at::Tensor& sink_k, at::Tensor& sink_v, at::Tensor& window_k,
                            at::Tensor& window_v, const at::Tensor& k, const at::Tensor& v, at::IntArrayRef format,
-                           const OptionalTensor& new_lengths, OptionalTensor overflow) {
+                           const OptionalTensor& new_lengths, OptionalTensor overflow, const OptionalTensor& k_order) {
   const at::AutoDispatchBelowADInplaceOrView below;
-  cache_append({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v}, k, v, format,
-               new_lengths, overflow);
+  cache_append({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v,
+                k_order.value_or(at::Tensor())},
+               k, v, format, new_lengths, overflow);
 }
 
 void cache_truncate_autograd(const at::Tensor& pool, const at::Tensor& block_table, at::Tensor& lengths,
                              at::Tensor& quantized_lengths, const at::Tensor& sink_k, const at::Tensor& sink_v,
-                             at::Tensor& window_k, at::Tensor& window_v, at::IntArrayRef format, int64_t length) {
+                             at::Tensor& window_k, at::Tensor& window_v, at::IntArrayRef format, int64_t length,
+                             const std::optional<at::Tensor>& k_order) {
   const at::AutoDispatchBelowADInplaceOrView below;
-  cache_truncate({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v}, format, length);
+  cache_truncate({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v,
+                  k_order.value_or(at::Tensor())},
+                 format, length);
 }
 
 void cache_copy_pages_autograd(at::Tensor& pool, const at::Tensor& source, const at::Tensor& target) {
@@ -37,11 +41,12 @@ template <c10::DispatchKey key>
 void cache_append_autocast(at::Tensor& pool, const at::Tensor& block_table, at::Tensor& lengths,
                            at::Tensor& quantized_lengths, at::Tensor& sink_k, at::Tensor& sink_v, at::Tensor& window_k,
                            at::Tensor& window_v, const at::Tensor& k, const at::Tensor& v, at::IntArrayRef format,
-                           const OptionalTensor& new_lengths, OptionalTensor overflow) {
+                           const OptionalTensor& new_lengths, OptionalTensor overflow, const OptionalTensor& k_order) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
   const at::ScalarType type = window_k.scalar_type();
-  cache_append({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v}, k.to(type),
-               v.to(type), format, new_lengths, overflow);
+  cache_append({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v,
+                k_order.value_or(at::Tensor())},
+               k.to(type), v.to(type), format, new_lengths, overflow);
 }
 
 template <c10::DispatchKey key>
@@ -51,7 +56,7 @@ std::tuple<at::Tensor, at::Tensor> cache_attention_autocast(
     const at::Tensor& window_v, at::IntArrayRef format, const OptionalTensor& new_k, const OptionalTensor& new_v,
     const OptionalTensor& new_lengths, const OptionalTensor& attn_mask, bool is_causal, std::optional<double> scale,
     double softcap, int64_t window, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
-    std::string_view precision) {
+    std::string_view precision, const std::optional<at::Tensor>& k_order) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
   const at::ScalarType type = window_k.scalar_type();
   const auto cast = [type](const OptionalTensor& t) { return t ? OptionalTensor(t->to(type)) : t; };
@@ -64,8 +69,10 @@ std::tuple<at::Tensor, at::Tensor> cache_attention_autocast(
   options.sinks = sinks;
   options.alibi_slopes = alibi_slopes;
   options.precision = std::string(precision);
-  return cache_attention(q, {pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v}, format,
-                         cast(new_k), cast(new_v), new_lengths, options);
+  return cache_attention(q,
+                         {pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v,
+                          k_order.value_or(at::Tensor())},
+                         format, cast(new_k), cast(new_v), new_lengths, options);
 }
 
 }  // namespace

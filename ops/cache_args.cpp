@@ -23,6 +23,11 @@ std::vector<int64_t> format_to_ints(const Format& f) {
     ints.push_back(search->count);
     ints.insert(ints.end(), search->thousandths, search->thousandths + search->count);
   }
+  ints.push_back(f.num_key_classes);
+  for (int64_t c = 0; c < f.num_key_classes; c++) {
+    ints.push_back(f.key_classes[c].channels);
+    ints.push_back(f.key_classes[c].bits);
+  }
   return ints;
 }
 
@@ -30,7 +35,7 @@ Format format_from_ints(at::IntArrayRef ints) {
   constexpr size_t kFixed = 15;
   TORCH_CHECK_VALUE(!ints.empty() && ints[0] == kFormatVersion, "format has version ", ints.empty() ? 0 : ints[0],
                     ", but this library reads version ", kFormatVersion);
-  TORCH_CHECK_VALUE(ints.size() >= kFixed + 2, "format must have at least ", kFixed + 2,
+  TORCH_CHECK_VALUE(ints.size() >= kFixed + 3, "format must have at least ", kFixed + 3,
                     " integers (see cache_format), got ", ints.size());
   const auto flag = [&](size_t i, const char* name) {
     TORCH_CHECK_VALUE(ints[i] == 0 || ints[i] == 1, "format: ", name, " must be 0 or 1, got ", ints[i]);
@@ -66,7 +71,13 @@ Format format_from_ints(at::IntArrayRef ints) {
       search->thousandths[search->count] = static_cast<int16_t>(ints[at++]);
     }
   }
-  TORCH_CHECK_VALUE(at == ints.size(), "format has ", ints.size(), " integers, but its range searches end at ", at);
+  const int64_t classes = at < ints.size() ? ints[at++] : -1;
+  TORCH_CHECK_VALUE(classes >= 0 && classes <= kMaxKeyClasses && ints.size() - at == 2 * static_cast<size_t>(classes),
+                    "format: 0 to ", kMaxKeyClasses, " classes of key channels must end it, got ", classes, " and ",
+                    ints.size() - at, " more integers");
+  for (; f.num_key_classes < classes; f.num_key_classes++, at += 2) {
+    f.key_classes[f.num_key_classes] = {ints[at], ints[at + 1]};
+  }
   check_format(f);
   return f;
 }
@@ -125,6 +136,18 @@ c10::SymInt check_cache(const CacheTensors& c, const Format& f) {
   check_exact_part("sink_v", c.sink_v, batch, f, f.sink_length, f.value_head_dim, dtype, device);
   check_exact_part("window_k", c.window_k, batch, f, window_capacity(f), f.head_dim, dtype, device);
   check_exact_part("window_v", c.window_v, batch, f, window_capacity(f), f.value_head_dim, dtype, device);
+  TORCH_CHECK_VALUE(c.k_order.defined() == (f.num_key_classes > 0),
+                    "k_order must be given if the format has classes of ",
+                    "key channels, and only then; the format has ", f.num_key_classes, " classes");
+  if (c.k_order.defined()) {
+    check_same_device("k_order", c.k_order, "pool", device);
+    check_dtype("k_order", c.k_order, at::kShort);
+    check_rank("k_order", c.k_order, 3, "[B, Hkv, D]");
+    check_size("k_order", c.k_order, 0, "batch size", batch, "lengths has");
+    check_size("k_order", c.k_order, 1, "head count", f.num_kv_heads, "the format has num_kv_heads");
+    check_size("k_order", c.k_order, 2, "size", f.head_dim, "the format has head_dim");
+    check_contiguous("k_order", c.k_order);
+  }
   return batch;
 }
 

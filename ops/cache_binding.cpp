@@ -30,7 +30,7 @@ Cache make_cache(int64_t num_kv_heads, int64_t head_dim, std::optional<int64_t> 
                  const std::string& precision, bool range_search, const std::string& scale_dtype,
                  const std::string& recipe, const std::vector<double>& k_search, const std::vector<double>& v_search,
                  bool k_bias_correction, bool v_gain_correction, std::optional<int64_t> v_group_size, bool v_symmetric,
-                 bool v_rotated) {
+                 bool v_rotated, const std::vector<int64_t>& k_classes) {
   CacheOptions o{num_kv_heads,    head_dim,    value_head_dim, k_bits,       v_bits,     group_size,
                  residual_length, sink_length, precision,      range_search, scale_dtype};
   o.recipe = recipe;
@@ -41,6 +41,7 @@ Cache make_cache(int64_t num_kv_heads, int64_t head_dim, std::optional<int64_t> 
   o.v_group_size = v_group_size;
   o.v_symmetric = v_symmetric;
   o.v_rotated = v_rotated;
+  o.k_classes = k_classes;
   return c10::make_intrusive<KVCache>(o);
 }
 
@@ -70,12 +71,26 @@ std::tuple<at::Tensor, at::Tensor> attend_with_lse(const Cache& self, const at::
 void register_cache_class(torch::Library& m) {
   auto cls = m.class_<KVCache>("KVCache");
   cls.def(torch::init(&make_cache), "",
-          {arg("num_kv_heads"), arg("head_dim"), arg("value_head_dim") = arg::none(), arg("k_bits") = 2,
-           arg("v_bits") = 2, arg("group_size") = 32, arg("residual_length") = 128, arg("sink_length") = 4,
-           arg("precision") = "fast", arg("range_search") = false, arg("scale_dtype") = "float16", arg("recipe") = "",
-           arg("k_search") = std::vector<double>(), arg("v_search") = std::vector<double>(),
-           arg("k_bias_correction") = false, arg("v_gain_correction") = false, arg("v_group_size") = arg::none(),
-           arg("v_symmetric") = false, arg("v_rotated") = false});
+          {arg("num_kv_heads"),
+           arg("head_dim"),
+           arg("value_head_dim") = arg::none(),
+           arg("k_bits") = 2,
+           arg("v_bits") = 2,
+           arg("group_size") = 32,
+           arg("residual_length") = 128,
+           arg("sink_length") = 4,
+           arg("precision") = "fast",
+           arg("range_search") = false,
+           arg("scale_dtype") = "float16",
+           arg("recipe") = "",
+           arg("k_search") = std::vector<double>(),
+           arg("v_search") = std::vector<double>(),
+           arg("k_bias_correction") = false,
+           arg("v_gain_correction") = false,
+           arg("v_group_size") = arg::none(),
+           arg("v_symmetric") = false,
+           arg("v_rotated") = false,
+           arg("k_classes") = std::vector<int64_t>()});
   cls.def("forward", &forward, "",
           {arg("q"), arg("k"), arg("v"), arg("attn_mask") = arg::none(), arg("is_causal") = true,
            arg("scale") = arg::none(), arg("softcap") = 0.0, arg("window") = 0, arg("sinks") = arg::none(),
@@ -99,6 +114,9 @@ void register_cache_class(torch::Library& m) {
   cls.def("nbytes", [](const Cache& self) { return self->nbytes(); });
   cls.def("bits_per_element", [](const Cache& self) { return self->bits_per_element(); });
   cls.def("dequantize", [](const Cache& self) { return self->dequantize(); });
+  cls.def("key_order", [](const Cache& self) { return self->key_order(); });
+  cls.def("set_key_order", [](const Cache& self, const at::Tensor& order) { self->set_key_order(order); }, "",
+          {arg("order")});
   cls.def("truncate", [](const Cache& self, int64_t n) { self->truncate(n); }, "", {arg("n")});
   cls.def("reorder", [](const Cache& self, const at::Tensor& rows) { self->reorder(rows); }, "", {arg("rows")});
   cls.def("select", [](const Cache& self, const at::Tensor& rows) { self->select(rows); }, "", {arg("rows")});

@@ -85,7 +85,8 @@ void append_tokens(Storage& s, const at::Tensor& k, const at::Tensor& v, const s
   cache_append(s.tensors, k, v, s.format_ints, lengths);
 }
 
-void append_to(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) {
+void append_to(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
+               const at::Tensor& given_order) {
   const std::vector<int64_t> counts = counts_of(lengths, s.batch, k.size(2));
   std::vector<int64_t> after_lengths = s.lengths, after_quantized = s.quantized;
   for (int64_t b = 0; b < s.batch; b++) {
@@ -93,6 +94,7 @@ void append_to(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::
     after_quantized[b] = std::max(after_quantized[b], quantized_count(s.format, after_lengths[b]));
   }
   make_room(s, after_quantized);
+  choose_orders(s, k, after_quantized, given_order);
   append_tokens(s, k, v, lengths);
   s.lengths = std::move(after_lengths);
   s.quantized = std::move(after_quantized);
@@ -126,13 +128,15 @@ void KVCache::Impl::check_append(const at::Tensor& k, const at::Tensor& v,
   counts_of(lengths, batch, k.size(2));
 }
 
-void KVCache::Impl::append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) {
-  if (storage.started) {
-    append_to(storage, k, v, lengths);
-    return;
-  }
+void KVCache::Impl::append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
+                           const at::Tensor& q) {
+  const auto append_all = [&](Storage& s) {
+    if (q.defined()) note_queries(s, q, counts_of(lengths, s.batch, k.size(2)));
+    append_to(s, k, v, lengths, given_order);
+  };
+  if (storage.started) return append_all(storage);
   Storage s = start_storage(format, k.size(0), k.options());
-  append_to(s, k, v, lengths);
+  append_all(s);
   storage = std::move(s);
 }
 
@@ -158,7 +162,7 @@ at::Tensor KVCache::Impl::forward(const at::Tensor& q, const at::Tensor& k, cons
     const Storage& s = storage.started ? storage : empty;
     out = std::get<0>(cache_attention(q, s.tensors, s.format_ints, k, v, lengths, op_options(o, options.precision)));
   }
-  append(k, v, lengths);
+  append(k, v, lengths, q);
   return out;
 }
 
@@ -195,6 +199,12 @@ void KVCache::Impl::select(const char* name, const at::Tensor& rows_arg) {
   for (at::Tensor* part :
        {&t.block_table, &t.lengths, &t.quantized_lengths, &t.sink_k, &t.sink_v, &t.window_k, &t.window_v}) {
     *part = part->index_select(0, rows);
+  }
+  if (t.k_order.defined()) {
+    t.k_order = t.k_order.index_select(0, rows);
+    s.query_squares = s.query_squares.index_select(0, rows);
+    s.ordered.resize(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; i++) s.ordered[i] = storage.ordered[row[i]];
   }
   s.batch = count;
   s.lengths.resize(static_cast<size_t>(count));
@@ -300,8 +310,8 @@ int64_t KVCache::nbytes() const {
   std::set<const void*> seen;
   int64_t bytes = 0;
   for (const at::Tensor* part : {&t.pool, &t.block_table, &t.lengths, &t.quantized_lengths, &t.sink_k, &t.sink_v,
-                                 &t.window_k, &t.window_v, &s.overflow}) {
-    if (seen.insert(part->storage().unsafeGetStorageImpl()).second) {
+                                 &t.window_k, &t.window_v, &s.overflow, &t.k_order, &s.query_squares}) {
+    if (part->defined() && seen.insert(part->storage().unsafeGetStorageImpl()).second) {
       bytes += static_cast<int64_t>(part->storage().nbytes());
     }
   }
@@ -324,6 +334,28 @@ std::tuple<at::Tensor, at::Tensor> KVCache::dequantize() const {
             at::empty({0, f.num_kv_heads, 0, f.value_head_dim}, type)};
   }
   return cache_dequantize(s.tensors, s.format_ints, s.longest());
+}
+
+at::Tensor KVCache::key_order() const {
+  TORCH_CHECK(impl_->format.num_key_classes > 0, "key_order needs a cache with classes of key channels (k_classes)");
+  const Storage& s = impl_->storage;
+  if (!s.started) return at::empty({0, impl_->format.num_kv_heads, impl_->format.head_dim}, at::kLong);
+  return s.tensors.k_order.to(at::kLong);
+}
+
+void KVCache::set_key_order(const at::Tensor& order) {
+  const Format& f = impl_->format;
+  TORCH_CHECK(f.num_key_classes > 0, "set_key_order needs a cache with classes of key channels (k_classes)");
+  check_dtype("order", order, at::kLong);
+  check_supported_device("order", order);
+  check_rank("order", order, 2, "[Hkv, D]");
+  check_size("order", order, 0, "head count", f.num_kv_heads, "the cache has num_kv_heads");
+  check_size("order", order, 1, "size", f.head_dim, "the cache has head_dim");
+  const PlainTensors guard;
+  const at::Tensor sorted = std::get<0>(order.sort(1));
+  TORCH_CHECK_VALUE(at::equal(sorted, at::arange(f.head_dim, at::kLong).expand_as(sorted)),
+                    "order must name each of the ", f.head_dim, " channels once for every head");
+  impl_->given_order = order.to(at::kShort).contiguous();
 }
 
 void KVCache::truncate(int64_t n) { impl_->truncate(n); }
@@ -366,11 +398,12 @@ c10::intrusive_ptr<KVCache> KVCache::clone() const {
     const PlainTensors guard;
     CacheTensors& t = s.tensors;
     for (at::Tensor* part : {&t.pool, &t.block_table, &t.lengths, &t.quantized_lengths, &t.sink_k, &t.sink_v,
-                             &t.window_k, &t.window_v, &s.overflow}) {
-      *part = part->clone();
+                             &t.window_k, &t.window_v, &s.overflow, &t.k_order, &s.query_squares}) {
+      if (part->defined()) *part = part->clone();
     }
   }
   copy->impl_->storage = std::move(s);
+  copy->impl_->given_order = impl_->given_order;
   return copy;
 }
 

@@ -29,6 +29,7 @@ CacheView::CacheView(const CacheTensors& c, const Format& f)
       block_table(c.block_table.const_data_ptr<int32_t>()),
       lengths(c.lengths.const_data_ptr<int64_t>()),
       quantized(c.quantized_lengths.const_data_ptr<int64_t>()),
+      k_order(c.k_order.defined() ? c.k_order.const_data_ptr<int16_t>() : nullptr),
       type(element_of(c.window_k.scalar_type())),
       sink_k(c.sink_k),
       sink_v(c.sink_v),
@@ -43,6 +44,22 @@ CacheView::CacheView(const CacheTensors& c, const Format& f)
     TORCH_CHECK_VALUE(n - f.sink_length - m <= capacity, "lengths[", b, "] ", n, " less quantized_lengths[", b, "] ", m,
                       " leaves more exact tokens than the ", capacity, " slots of the window");
     check_pages(b, m);
+    if (m > 0) check_order(b);
+  }
+}
+
+void CacheView::check_order(int64_t b) const {
+  if (k_order == nullptr) return;
+  for (int64_t h = 0; h < format.num_kv_heads; h++) {
+    const int16_t* const channels = order(b, h);
+    uint64_t seen[kMaxHeadDim / 64] = {};
+    for (int64_t i = 0; i < format.head_dim; i++) {
+      const int64_t channel = channels[i];
+      const bool is_new = channel >= 0 && channel < format.head_dim && (seen[channel / 64] >> channel % 64 & 1) == 0;
+      TORCH_CHECK_VALUE(is_new, "k_order[", b, "][", h, "] must name each of the ", format.head_dim,
+                        " channels once, but has ", channel, " in place ", i);
+      seen[channel / 64] |= uint64_t{1} << channel % 64;
+    }
   }
 }
 
@@ -146,6 +163,7 @@ class Append {
     p.layout = &cache_.layout;
     p.type = cache_.type;
     p.record = cache_.record(b, h, token);
+    p.k_order = cache_.order(b, h);
     if (token >= known) {
       const int64_t at = token + sink() - r.before;
       p.k = k_.at(b, h, at);
@@ -208,6 +226,7 @@ std::vector<RowAppend> plan_append(const CacheView& cache, int64_t tokens,
     // A truncated row may hold more quantised tokens than its length asks for; they stay as they are.
     r.quantized_after = std::max(r.quantized_before, quantized_count(cache.format, r.after));
     cache.check_pages(b, r.quantized_after);
+    if (r.quantized_after > 0) cache.check_order(b);
   }
   return rows;
 }
@@ -215,8 +234,17 @@ std::vector<RowAppend> plan_append(const CacheView& cache, int64_t tokens,
 void cache_append_cpu(at::Tensor& pool, const at::Tensor& block_table, at::Tensor& lengths,
                       at::Tensor& quantized_lengths, at::Tensor& sink_k, at::Tensor& sink_v, at::Tensor& window_k,
                       at::Tensor& window_v, const at::Tensor& k, const at::Tensor& v, at::IntArrayRef format_ints,
-                      const std::optional<at::Tensor>& new_lengths, std::optional<at::Tensor> overflow) {
-  const CacheTensors tensors{pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v};
+                      const std::optional<at::Tensor>& new_lengths, std::optional<at::Tensor> overflow,
+                      const std::optional<at::Tensor>& k_order) {
+  const CacheTensors tensors{pool,
+                             block_table,
+                             lengths,
+                             quantized_lengths,
+                             sink_k,
+                             sink_v,
+                             window_k,
+                             window_v,
+                             k_order.value_or(at::Tensor())};
   const Format format = format_from_ints(format_ints);
   const c10::SymInt batch = check_cache(tensors, format);
   check_new_tokens(kAppendNames, k, v, new_lengths, batch, format, window_k.scalar_type(), pool.device());
@@ -261,6 +289,7 @@ void decode_range(const CacheView& cache, int64_t b, int64_t h, int64_t first, i
     p.v_token_stride = cache.format.value_head_dim;
     p.type = cache.type;
     p.stream = stream;
+    p.k_order = cache.order(b, h);
     cpu::kernels().decode(p);
     k += count * cache.format.head_dim * size;
     v += count * cache.format.value_head_dim * size;
@@ -293,8 +322,17 @@ std::tuple<at::Tensor, at::Tensor> cache_dequantize_cpu(const at::Tensor& pool, 
                                                         const at::Tensor& lengths, const at::Tensor& quantized_lengths,
                                                         const at::Tensor& sink_k, const at::Tensor& sink_v,
                                                         const at::Tensor& window_k, const at::Tensor& window_v,
-                                                        at::IntArrayRef format_ints, c10::SymInt sym_length) {
-  const CacheTensors tensors{pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v};
+                                                        at::IntArrayRef format_ints, c10::SymInt sym_length,
+                                                        const std::optional<at::Tensor>& k_order) {
+  const CacheTensors tensors{pool,
+                             block_table,
+                             lengths,
+                             quantized_lengths,
+                             sink_k,
+                             sink_v,
+                             window_k,
+                             window_v,
+                             k_order.value_or(at::Tensor())};
   const Format format = format_from_ints(format_ints);
   check_cache(tensors, format);
   const int64_t length = sym_length.expect_int();
@@ -319,8 +357,17 @@ std::tuple<at::Tensor, at::Tensor> cache_dequantize_cpu(const at::Tensor& pool, 
 
 void cache_truncate_cpu(const at::Tensor& pool, const at::Tensor& block_table, at::Tensor& lengths,
                         at::Tensor& quantized_lengths, const at::Tensor& sink_k, const at::Tensor& sink_v,
-                        at::Tensor& window_k, at::Tensor& window_v, at::IntArrayRef format_ints, int64_t length) {
-  const CacheTensors tensors{pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v};
+                        at::Tensor& window_k, at::Tensor& window_v, at::IntArrayRef format_ints, int64_t length,
+                        const std::optional<at::Tensor>& k_order) {
+  const CacheTensors tensors{pool,
+                             block_table,
+                             lengths,
+                             quantized_lengths,
+                             sink_k,
+                             sink_v,
+                             window_k,
+                             window_v,
+                             k_order.value_or(at::Tensor())};
   const Format format = format_from_ints(format_ints);
   check_cache(tensors, format);
   check_not_negative("length", length);

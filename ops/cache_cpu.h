@@ -32,6 +32,11 @@ struct CacheView {
   CacheView(const CacheTensors& cache, const Format& format);
 
   void check_pages(int64_t b, int64_t quantized_tokens) const;
+  // That row b has an order of its keys, if the format has classes of them.
+  void check_order(int64_t b) const;
+  const int16_t* order(int64_t b, int64_t h) const {
+    return k_order == nullptr ? nullptr : k_order + (b * format.num_kv_heads + h) * format.head_dim;
+  }
   // The record of quantised token `token`, counted from the end of the sink.
   uint8_t* record(int64_t b, int64_t h, int64_t token) const;
 
@@ -42,6 +47,7 @@ struct CacheView {
   const int32_t* block_table;
   const int64_t* lengths;
   const int64_t* quantized;
+  const int16_t* k_order;  // null without classes
   cpu::Element type;
   ExactPart sink_k, sink_v, window_k, window_v;
 };

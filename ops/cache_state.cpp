@@ -125,10 +125,15 @@ KVCache::State KVCache::state() const {
   copy_window(s, t.window_k, window_k, false);
   copy_window(s, t.window_v, window_v, false);
   const auto [pages, table] = pack_pages(s);
-  return with_checksum(
-      {kStateHeader,
-       ints,
-       {pages, table, t.sink_k.narrow(2, 0, sinks).clone(), t.sink_v.narrow(2, 0, sinks).clone(), window_k, window_v}});
+  std::vector<at::Tensor> orders;
+  if (t.k_order.defined()) orders = {t.k_order.clone(), s.query_squares.clone()};
+  KVCache::State whole = {
+      kStateHeader,
+      ints,
+      {pages, table, t.sink_k.narrow(2, 0, sinks).clone(), t.sink_v.narrow(2, 0, sinks).clone(), window_k, window_v}};
+  auto& all = std::get<2>(whole);
+  all.insert(all.end(), orders.begin(), orders.end());
+  return with_checksum(whole);
 }
 
 c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
@@ -158,7 +163,9 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   TORCH_CHECK_VALUE(
       batch >= 0 && batch < (int64_t{1} << 31) && ints.size() == fixed_ints + 2 * static_cast<size_t>(batch),
       "saved KVCache: batch size ", batch, " with ", ints.size(), " integers");
-  TORCH_CHECK_VALUE(tensors.size() == 6, "saved KVCache: ", tensors.size(), " tensors, expected 6");
+  const bool classes = format.num_key_classes > 0;
+  TORCH_CHECK_VALUE(tensors.size() == (classes ? 8u : 6u), "saved KVCache: ", tensors.size(), " tensors, expected ",
+                    classes ? 8 : 6);
   const ScaleType wide = widened(format.scale_type);
   TORCH_CHECK_VALUE(ints[3] == static_cast<int64_t>(format.scale_type) || ints[3] == static_cast<int64_t>(wide),
                     "saved KVCache: scale type ", ints[3], " in a cache of scale type ",
@@ -190,6 +197,10 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   check_state_tensor("window_k", tensors[4], dtype, {batch, heads, exact, format.head_dim});
   check_state_tensor("window_v", tensors[5], dtype, {batch, heads, exact, format.value_head_dim});
 
+  if (classes) {
+    check_state_tensor("k_order", tensors[6], at::kShort, {batch, heads, format.head_dim});
+    check_state_tensor("query_squares", tensors[7], at::kFloat, {batch, heads, format.head_dim});
+  }
   // All of it is checked before memory is taken for what it claims to be.
   const at::Tensor table = tensors[1].contiguous();
   std::vector<bool> used(static_cast<size_t>(pages), false);
@@ -214,6 +225,11 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   s.tensors.block_table = table.clone();
   for (int64_t b = 0; b < batch; b++) s.row_pages[b] = pages_for(quantized[b]);
   recount_pages(s);
+  if (classes) {
+    s.tensors.k_order.copy_(tensors[6]);
+    s.query_squares.copy_(tensors[7]);
+    for (int64_t b = 0; b < batch; b++) s.ordered[b] = s.tensors.k_order[b][0][0].item<int16_t>() >= 0 ? 1 : 0;
+  }
   s.tensors.sink_k.narrow(2, 0, sinks).copy_(tensors[2]);
   s.tensors.sink_v.narrow(2, 0, sinks).copy_(tensors[3]);
   copy_window(s, s.tensors.window_k, tensors[4], true);

@@ -33,6 +33,11 @@ Storage start_storage(const Format& format, int64_t batch, const at::TensorOptio
   t.window_k = at::zeros({batch, heads, slots, format.head_dim}, exact);
   t.window_v = at::zeros({batch, heads, slots, format.value_head_dim}, exact);
   s.overflow = at::zeros({1}, bytes.dtype(at::kInt));
+  if (format.num_key_classes > 0) {
+    t.k_order = at::full({batch, heads, format.head_dim}, -1, bytes.dtype(at::kShort));
+    s.query_squares = at::zeros({batch, heads, format.head_dim}, bytes.dtype(at::kFloat));
+    s.ordered.assign(static_cast<size_t>(batch), 0);
+  }
   return s;
 }
 

@@ -29,6 +29,10 @@ struct CacheStorage {
   std::vector<int64_t> format_ints;
   CacheTensors tensors;
   at::Tensor overflow;  // int32 [1]
+  // With classes of key channels: the sum of squares of the queries that each row has seen, float [B, Hkv, D]; and
+  // whether its order (tensors.k_order) is chosen.
+  at::Tensor query_squares;
+  std::vector<uint8_t> ordered;  // [B]
   int64_t batch = 0;
   std::vector<int64_t> lengths, quantized;  // [B]
   std::vector<int64_t> row_pages;           // [B]
@@ -48,6 +52,13 @@ struct CacheStorage {
 
 constexpr int64_t pages_for(int64_t quantized_tokens) { return ceil_div(quantized_tokens, kPageTokens); }
 
+// The classes of key channels (cache_order.cpp). What queries [B, Hq, T, D] say about rows whose order is not chosen.
+void note_queries(CacheStorage& s, const at::Tensor& q, const std::vector<int64_t>& counts);
+// Chooses the orders of the rows that will hold after_quantized[b] quantised tokens once k was appended, and did not
+// have one. `given`: [Hkv, D], or undefined.
+void choose_orders(CacheStorage& s, const at::Tensor& k, const std::vector<int64_t>& after_quantized,
+                   const at::Tensor& given);
+
 // An empty cache for `batch` rows, with the dtype and device of `like`.
 CacheStorage start_storage(const Format& format, int64_t batch, const at::TensorOptions& like);
 // Room for `count` more pages in the pool, for `width` pages a row in the table.
@@ -64,9 +75,12 @@ struct KVCache::Impl {
   CacheOptions options;
   Format format;  // as constructed
   CacheStorage storage;
+  at::Tensor given_order;  // int16 [Hkv, D], for rows that have none
 
   void check_append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) const;
-  void append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths);
+  // q: the queries of these tokens, where they are known.
+  void append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
+              const at::Tensor& q = {});
   std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const AttentionOptions& o) const;
   at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionOptions& o,
                      const std::optional<at::Tensor>& lengths);

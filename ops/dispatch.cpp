@@ -53,14 +53,21 @@ int64_t cache_page_bytes(at::IntArrayRef format) { return page_bytes(format_from
 
 int64_t cache_window_capacity(at::IntArrayRef format) { return window_capacity(format_from_ints(format)); }
 
+namespace {
+OptionalTensor optional_order(const CacheTensors& c) {
+  return c.k_order.defined() ? OptionalTensor(c.k_order) : std::nullopt;
+}
+}  // namespace
+
 void cache_append(const CacheTensors& c, const Tensor& k, const Tensor& v, at::IntArrayRef format,
                   const OptionalTensor& new_lengths, const OptionalTensor& overflow) {
   static const auto op =
       find<void(Tensor&, const Tensor&, Tensor&, Tensor&, Tensor&, Tensor&, Tensor&, Tensor&, const Tensor&,
-                const Tensor&, at::IntArrayRef, const OptionalTensor&, OptionalTensor)>("kivi::cache_append");
+                const Tensor&, at::IntArrayRef, const OptionalTensor&, OptionalTensor, const OptionalTensor&)>(
+          "kivi::cache_append");
   CacheTensors m = c;  // the operator wants its mutated arguments as lvalues; these are handles to the same tensors
   op.call(m.pool, m.block_table, m.lengths, m.quantized_lengths, m.sink_k, m.sink_v, m.window_k, m.window_v, k, v,
-          format, new_lengths, overflow);
+          format, new_lengths, overflow, optional_order(c));
 }
 
 std::tuple<Tensor, Tensor> cache_attention(const Tensor& q, const CacheTensors& c, at::IntArrayRef format,
@@ -70,27 +77,27 @@ std::tuple<Tensor, Tensor> cache_attention(const Tensor& q, const CacheTensors& 
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
       const Tensor&, const Tensor&, at::IntArrayRef, const OptionalTensor&, const OptionalTensor&,
       const OptionalTensor&, const OptionalTensor&, bool, std::optional<double>, double, int64_t, const OptionalTensor&,
-      const OptionalTensor&, std::string_view)>("kivi::cache_attention");
+      const OptionalTensor&, std::string_view, const OptionalTensor&)>("kivi::cache_attention");
   return op.call(q, c.pool, c.block_table, c.lengths, c.quantized_lengths, c.sink_k, c.sink_v, c.window_k, c.window_v,
                  format, new_k, new_v, new_lengths, o.attn_mask, o.is_causal, o.scale, o.softcap, o.window, o.sinks,
-                 o.alibi_slopes, o.precision);
+                 o.alibi_slopes, o.precision, optional_order(c));
 }
 
 std::tuple<Tensor, Tensor> cache_dequantize(const CacheTensors& c, at::IntArrayRef format, int64_t length) {
-  static const auto op =
-      find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                      const Tensor&, const Tensor&, const Tensor&, at::IntArrayRef, c10::SymInt)>(
-          "kivi::cache_dequantize");
+  static const auto op = find<std::tuple<Tensor, Tensor>(
+      const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+      const Tensor&, at::IntArrayRef, c10::SymInt, const OptionalTensor&)>("kivi::cache_dequantize");
   return op.call(c.pool, c.block_table, c.lengths, c.quantized_lengths, c.sink_k, c.sink_v, c.window_k, c.window_v,
-                 format, length);
+                 format, length, optional_order(c));
 }
 
 void cache_truncate(const CacheTensors& c, at::IntArrayRef format, int64_t length) {
-  static const auto op = find<void(const Tensor&, const Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&,
-                                   Tensor&, Tensor&, at::IntArrayRef, int64_t)>("kivi::cache_truncate");
+  static const auto op =
+      find<void(const Tensor&, const Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&, Tensor&, Tensor&,
+                at::IntArrayRef, int64_t, const OptionalTensor&)>("kivi::cache_truncate");
   CacheTensors m = c;
   op.call(m.pool, m.block_table, m.lengths, m.quantized_lengths, m.sink_k, m.sink_v, m.window_k, m.window_v, format,
-          length);
+          length, optional_order(c));
 }
 
 void cache_copy_pages(const Tensor& pool, const Tensor& source, const Tensor& target) {

@@ -1,6 +1,7 @@
 // Options, formats and recipes; see options.h.
 #include "ops/options.h"
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -39,12 +40,36 @@ struct Recipe {
   bool corrections;    // of K's bias and V's gain
   bool one_per_token;  // one symmetric group of V per token and head
   bool rotated;
+  bool classes = false;      // of K: a quarter of the channels at 4 bits, the others at k_bits
+  bool third_class = false;  // and three eighths at 3 bits
 };
 
 constexpr Recipe kRecipes[] = {
     {"kivi", 2, 2, "float16", {}, {}, false, false, false},
+    {"compact", 2, 2, "float8", kNarrowSearch, kWideSearch, true, true, true, true},
+    {"balanced", 2, 2, "float8", kNarrowSearch, kWideSearch, true, false, true, true},
+    {"quality", 2, 3, "float8", kNarrowSearch, kWideSearch, true, true, true, true, true},
     {"near-lossless", 4, 4, "float8", kNarrowSearch, kWideSearch, true, true, true},
 };
+
+// The classes of a recipe for a head of `dim` channels: shares of it, in whole units of the classes.
+std::vector<int64_t> classes_of(const Recipe& recipe, int64_t dim) {
+  const auto share = [dim](int64_t eighths, int64_t unit) {
+    return std::max<int64_t>(unit, (dim * eighths + 4 * unit) / (8 * unit) * unit);
+  };
+  std::vector<int64_t> classes;
+  int64_t left = dim;
+  const auto take = [&](int64_t channels, int64_t bits) {
+    if (channels > left) return;
+    classes.push_back(channels);
+    classes.push_back(bits);
+    left -= channels;
+  };
+  take(share(2, 16), 4);
+  if (recipe.third_class) take(share(3, 32), 3);
+  if (left > 0) take(left, recipe.k_bits);
+  return classes;
+}
 
 }  // namespace
 
@@ -72,6 +97,7 @@ CacheOptions with_recipe(const CacheOptions& options) {
   check_free(options.v_group_size == defaults.v_group_size, "v_group_size");
   check_free(options.v_symmetric == defaults.v_symmetric, "v_symmetric");
   check_free(options.v_rotated == defaults.v_rotated, "v_rotated");
+  check_free(options.k_classes.empty(), "k_classes");
   CacheOptions o = options;
   o.k_bits = recipe->k_bits;
   o.v_bits = recipe->v_bits;
@@ -82,8 +108,31 @@ CacheOptions with_recipe(const CacheOptions& options) {
   if (recipe->one_per_token) o.v_group_size = o.value_head_dim.value_or(o.head_dim);
   o.v_symmetric = recipe->one_per_token;
   o.v_rotated = recipe->rotated;
+  if (recipe->classes) o.k_classes = classes_of(*recipe, o.head_dim);
   return o;
 }
+
+namespace {
+
+// One class alone is a plain format.
+void set_classes(const std::vector<int64_t>& classes, Format& f) {
+  TORCH_CHECK_VALUE(classes.size() % 2 == 0 && classes.size() <= 2 * kMaxKeyClasses,
+                    "k_classes must be channels and bits by turns, of at most ", kMaxKeyClasses, " classes, got ",
+                    classes.size(), " integers");
+  int64_t widest = 0;
+  for (size_t i = 0; i < classes.size(); i += 2) {
+    f.key_classes[f.num_key_classes++] = {classes[i], classes[i + 1]};
+    widest = std::max(widest, classes[i + 1]);
+  }
+  if (f.num_key_classes > 0) f.k_bits = widest;
+  if (f.num_key_classes == 1) {
+    TORCH_CHECK_VALUE(classes[0] == f.head_dim, "k_classes has ", classes[0], " channels, but head_dim is ",
+                      f.head_dim);
+    f.num_key_classes = 0;
+  }
+}
+
+}  // namespace
 
 Format format_of(const CacheOptions& options) {
   const CacheOptions o = with_recipe(options);
@@ -93,6 +142,7 @@ Format format_of(const CacheOptions& options) {
   f.value_head_dim = o.value_head_dim.value_or(o.head_dim);
   f.k_bits = o.k_bits;
   f.v_bits = o.v_bits;
+  set_classes(o.k_classes, f);
   f.group_size = o.group_size;
   f.residual_length = o.residual_length;
   f.sink_length = o.sink_length;
@@ -138,6 +188,10 @@ CacheOptions options_of(const Format& format, const std::string& precision) {
   if (format.v_group_size > 0) o.v_group_size = format.v_group_size;
   o.v_symmetric = format.v_symmetric;
   o.v_rotated = format.v_rotated;
+  for (int64_t c = 0; c < format.num_key_classes; c++) {
+    o.k_classes.push_back(format.key_classes[c].channels);
+    o.k_classes.push_back(format.key_classes[c].bits);
+  }
   return o;
 }
 

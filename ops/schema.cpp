@@ -69,7 +69,8 @@ TORCH_LIBRARY_FRAGMENT(kivi, m) {
       "bool v_gain_correction=False, "
       "int? v_group_size=None, "
       "bool v_symmetric=False, "
-      "bool v_rotated=False"
+      "bool v_rotated=False, "
+      "int[] k_classes=[]"
       ") -> int[]");
   m.def("cache_page_bytes(int[] format) -> int");
   m.def("cache_window_capacity(int[] format) -> int");
@@ -89,7 +90,8 @@ TORCH_LIBRARY_FRAGMENT(kivi, m) {
       "Tensor v, "
       "int[] format, "
       "Tensor? new_lengths=None, "
-      "Tensor(h!)? overflow=None"
+      "Tensor(h!)? overflow=None, "
+      "Tensor? k_order=None"
       ") -> ()");
   m.def(
       "cache_attention("
@@ -114,7 +116,8 @@ TORCH_LIBRARY_FRAGMENT(kivi, m) {
       "int window=0, "
       "Tensor? sinks=None, "
       "Tensor? alibi_slopes=None, "
-      "str precision=\"fast\""
+      "str precision=\"fast\", "
+      "Tensor? k_order=None"
       ") -> (Tensor out, Tensor lse)");
   m.def(
       "cache_dequantize("
@@ -127,7 +130,8 @@ TORCH_LIBRARY_FRAGMENT(kivi, m) {
       "Tensor window_k, "
       "Tensor window_v, "
       "int[] format, "
-      "SymInt length"
+      "SymInt length, "
+      "Tensor? k_order=None"
       ") -> (Tensor k, Tensor v)");
   m.def(
       "cache_truncate("
@@ -140,7 +144,8 @@ TORCH_LIBRARY_FRAGMENT(kivi, m) {
       "Tensor(c!) window_k, "
       "Tensor(d!) window_v, "
       "int[] format, "
-      "int length"
+      "int length, "
+      "Tensor? k_order=None"
       ") -> ()");
   m.def(
       "cache_copy_pages("

@@ -35,7 +35,7 @@ TORCH_LIBRARY_IMPL(kivi, CompositeImplicitAutograd, m) {
             int64_t v_bits, int64_t group_size, int64_t residual_length, int64_t sink_length,
             std::string_view scale_dtype, bool range_search, std::string_view recipe, at::ArrayRef<double> k_search,
             at::ArrayRef<double> v_search, bool k_bias_correction, bool v_gain_correction,
-            std::optional<int64_t> v_group_size, bool v_symmetric, bool v_rotated) {
+            std::optional<int64_t> v_group_size, bool v_symmetric, bool v_rotated, at::IntArrayRef k_classes) {
            kivi::CacheOptions o{num_kv_heads, head_dim,   value_head_dim,  k_bits,
                                 v_bits,       group_size, residual_length, sink_length};
            o.scale_dtype = std::string(scale_dtype);
@@ -48,6 +48,7 @@ TORCH_LIBRARY_IMPL(kivi, CompositeImplicitAutograd, m) {
            o.v_group_size = v_group_size;
            o.v_symmetric = v_symmetric;
            o.v_rotated = v_rotated;
+           o.k_classes = k_classes.vec();
            return kivi::cache_format(o);
          });
   m.impl("cache_page_bytes", [](at::IntArrayRef format) { return kivi::cache_page_bytes(format); });

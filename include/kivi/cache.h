@@ -40,7 +40,7 @@ struct CacheOptions {
   std::string scale_dtype = "float16";  // "float32", "float16" or "float8": the stored scale and zero
 
   // All that follows is beyond KIVI; see kivi/format.h for the exact meaning.
-  std::string recipe = "";            // a name for a set of the options: "kivi", "near-lossless"; empty: none
+  std::string recipe = "";            // a name for a set of the options: see README; empty: none
   std::vector<double> k_search = {};  // parts of the range that are tried beside the whole; range_search: 0.98 to 0.90
   std::vector<double> v_search = {};  // (a correction is part of each trial)
   bool k_bias_correction = false;     // K: move each group's zero by its mean error
@@ -49,6 +49,10 @@ struct CacheOptions {
                                                        // value_head_dim; none: group_size
   bool v_symmetric = false;                            // V: no zeros, ranges lie around 0
   bool v_rotated = false;                              // V: rotated by a Hadamard matrix before it is quantised
+  // K: classes of channels, as channels and bits by turns, {32, 4, 96, 2}: the 32 channels that matter most get 4 bits,
+  // the others 2. All but the last a multiple of 16 channels (1 and 3 bits: 32), head_dim together. Which channels are
+  // in which class is chosen for each row and head, see key_order. k_bits is then not used.
+  std::vector<int64_t> k_classes = {};
 };
 
 // How a query attends. The meaning of the fields is that of scaled_dot_product_attention where it has them.
@@ -104,6 +108,14 @@ class KIVI_API KVCache : public torch::CustomClassHolder {
   // The cached keys and values, [B, Hkv, length(), D] and [..., Dv], in the cache's dtype; exact tokens as they came.
   // Slots past the length of a shorter row are 0.
   std::tuple<at::Tensor, at::Tensor> dequantize() const;
+
+  // With classes of key channels: the channel in each place of a record, [B, Hkv, D] int64; -1 in rows for which none
+  // is chosen yet. It is chosen when a row's first tokens are quantised, and then stays: channels are ranked by the
+  // root mean square of their ranges in those groups, times that of the queries that `forward` has seen for the row;
+  // the classes take them from the widest on.
+  at::Tensor key_order() const;
+  // Gives all rows for which none is chosen yet this order, [Hkv, D] int64, when their time comes.
+  void set_key_order(const at::Tensor& order);
 
   void truncate(int64_t n);                   // keep the first n tokens of every row (n >= length: nothing happens)
   void reorder(const at::Tensor& rows);       // [B] int64: row b becomes the old row rows[b] (beam search)

@@ -38,7 +38,8 @@ KIVI_API at::Tensor fake_quantize(const at::Tensor& x, int64_t axis, int64_t bit
 // [version, num_kv_heads, head_dim, value_head_dim, k_bits, v_bits, group_size, residual_length, sink_length, scale
 // type (8, 16, 32; 40 and 48: float32 that holds float8 and float16 values where they fit), k_bias_correction,
 // v_gain_correction, v_group_size (0: group_size), v_symmetric, v_rotated, then two range searches (K, V): the number
-// of parts and each part in thousandths]. Every value is checked. Of the options all but the precision count.
+// of parts and each part in thousandths, then the number of classes of key channels and the channels and bits of each].
+// Every value is checked. Of the options all but the precision count.
 KIVI_API std::vector<int64_t> cache_format(const CacheOptions& options);
 KIVI_API std::vector<int64_t> cache_format(int64_t num_kv_heads, int64_t head_dim,
                                            std::optional<int64_t> value_head_dim = std::nullopt, int64_t k_bits = 2,
@@ -56,7 +57,9 @@ struct CacheTensors {
   at::Tensor quantized_lengths;  // int64 [B]: of these, quantised; a multiple of group_size
   at::Tensor sink_k, sink_v;     // [B, Hkv, sink_length, D], [..., Dv]: the first tokens, exact
   at::Tensor window_k,
-      window_v;  // [B, Hkv, window_capacity, D], [..., Dv]: ring; token t in slot (t - sink) % capacity
+      window_v;             // [B, Hkv, window_capacity, D], [..., Dv]: ring; token t in slot (t - sink) % capacity
+  at::Tensor k_order = {};  // int16 [B, Hkv, D], with classes of key channels only: the channel in each place of a
+                            // record; read for rows that hold, or get, quantised tokens
 };
 
 // Appends k [B, Hkv, T, D] and v [B, Hkv, T, Dv], of the dtype of the window; quantises every group that leaves the

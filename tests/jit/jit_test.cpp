@@ -134,7 +134,8 @@ TEST(Jit, SignaturesOfTheClass) {
   EXPECT_EQ(signature("__init__"),
             "num_kv_heads head_dim value_head_dim=None k_bits=2 v_bits=2 group_size=32 residual_length=128 "
             "sink_length=4 precision=fast range_search=False scale_dtype=float16 recipe= k_search=[] v_search=[] "
-            "k_bias_correction=False v_gain_correction=False v_group_size=None v_symmetric=False v_rotated=False ");
+            "k_bias_correction=False v_gain_correction=False v_group_size=None v_symmetric=False v_rotated=False "
+            "k_classes=[] ");
   const std::string options =
       "attn_mask=None is_causal=True scale=None softcap=0. window=0 sinks=None alibi_slopes=None ";
   EXPECT_EQ(signature("forward"), "q k v " + options + "lengths=None ");

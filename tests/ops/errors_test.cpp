@@ -450,7 +450,7 @@ TEST(Errors, ArgumentsOfTheCacheOperators) {
        [&] {
          cache_page_bytes({2, 2, 3});
        },
-       {"format", "17", "3"}},
+       {"format", "18", "3"}},
       {"format version", [&] { cache_dequantize(t, formatted(0, 9), 1); }, {"version", "9", "2"}},
       {"format scale type", [&] { cache_dequantize(t, formatted(9, 9), 1); }, {"scale_type", "9"}},
       {"format k_bias_correction", [&] { cache_dequantize(t, formatted(10, 2), 1); }, {"k_bias_correction", "2"}},

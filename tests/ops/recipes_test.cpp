@@ -13,6 +13,14 @@ using Set = void (*)(CacheOptions&);
 const std::map<std::string, Set>& option_sets() {
   static const std::map<std::string, Set> sets = {
       {"near_lossless", [](CacheOptions& o) { o.recipe = "near-lossless"; }},
+      {"compact", [](CacheOptions& o) { o.recipe = "compact"; }},
+      {"balanced", [](CacheOptions& o) { o.recipe = "balanced"; }},
+      {"quality", [](CacheOptions& o) { o.recipe = "quality"; }},
+      {"two_classes",
+       [](CacheOptions& o) {
+         if (o.head_dim > 16) o.k_classes = {16, 8, o.head_dim - 16, 2};
+         if (o.head_dim % 16 == 0 && o.head_dim > 32) o.k_classes = {32, 3, o.head_dim - 32, 1};
+       }},
       {"float8", [](CacheOptions& o) { o.scale_dtype = "float8"; }},
       {"float8_K3V1", [](CacheOptions& o) { o.scale_dtype = "float8", o.k_bits = 3, o.v_bits = 1; }},
       {"rotated", [](CacheOptions& o) { o.v_rotated = true; }},
@@ -37,6 +45,16 @@ const std::map<std::string, Set>& option_sets() {
   return sets;
 }
 
+// One order for all heads of a cache with classes, so that how its tokens come makes no difference.
+void give_order(KVCache& cache) {
+  const Format& f = cache.format();
+  if (f.num_key_classes == 0) return;
+  const at::Generator generator = at::detail::createCPUGenerator(18);
+  std::vector<at::Tensor> heads;
+  for (int64_t h = 0; h < f.num_kv_heads; h++) heads.push_back(at::randperm(f.head_dim, generator, at::kLong));
+  cache.set_key_order(at::stack(heads));
+}
+
 class Recipes : public ::testing::TestWithParam<std::string> {
  protected:
   static CacheOptions make(int64_t heads, int64_t dim, int64_t group, int64_t residual, int64_t sink,
@@ -56,6 +74,7 @@ TEST_P(Recipes, StreamedEqualsChunksAndOneShot) {
         const at::Tensor k = randn({2, 2, tokens, dim}, 1, type), v = randn({2, 2, tokens, dim}, 2, type);
         const CacheOptions o = make(2, dim, group, 7, 4);
         KVCache once(o), streamed(o), chunked(o);
+        for (KVCache* cache : {&once, &streamed, &chunked}) give_order(*cache);
         once.append(k, v);
         for (int64_t t = 0; t < tokens; t++) append_range(streamed, k, v, t, t + 1);
         for (int64_t t = 0, i = 0; t < tokens; i++) {
@@ -155,6 +174,7 @@ TEST_P(Recipes, NaNStaysInItsGroup) {
   for (const float bad : {kNan, kInf}) {
     at::Tensor k = randn({1, 1, 64, 64}, 14), v = randn({1, 1, 64, 64}, 15);
     KVCache good(o), spoilt(o);
+    for (KVCache* cache : {&good, &spoilt}) give_order(*cache);
     good.append(k, v);
     k[0][0][40][3] = bad;
     v[0][0][10][33] = bad;
@@ -179,6 +199,7 @@ TEST_P(Recipes, WideningChangesNothingThatIsHeld) {
   at::Tensor k = randn({1, 2, 120, 32}, 16), v = randn({1, 2, 120, 32}, 17);
   k[0][1][70] *= 1e7;
   KVCache before(o), once(o), streamed(o);
+  for (KVCache* cache : {&before, &once, &streamed}) give_order(*cache);
   before.append(k.narrow(2, 0, 60), v.narrow(2, 0, 60));
   once.append(k, v);
   for (int64_t t = 0; t < 120; t++) append_range(streamed, k, v, t, t + 1);
@@ -222,8 +243,97 @@ TEST(Recipe, BitsPerElementCountAllThatIsStored) {
     return cache.bits_per_element();
   };
   EXPECT_DOUBLE_EQ(bits("kivi", 128, 32), 3.0);
+  EXPECT_DOUBLE_EQ(bits("compact", 64, 64), 2.4375);
+  EXPECT_DOUBLE_EQ(bits("compact", 128, 32), 2.5625);
+  EXPECT_DOUBLE_EQ(bits("balanced", 64, 32), 2.75);
+  EXPECT_DOUBLE_EQ(bits("quality", 64, 64), 3.1875);
+  EXPECT_DOUBLE_EQ(bits("quality", 128, 32), 3.3125);
   EXPECT_DOUBLE_EQ(bits("near-lossless", 64, 64), 4.1875);
   EXPECT_DOUBLE_EQ(bits("near-lossless", 128, 32), 4.3125);
+}
+
+// The channels that matter most get the most bits: by range, and by the queries that `forward` saw.
+TEST(Recipe, ClassesTakeTheChannelsThatMatter) {
+  CacheOptions o = options_of(2, 64, 32, 32, 4);
+  o.k_classes = {16, 4, 48, 2};
+  at::Tensor k = randn({2, 2, 200, 64}, 20) * 0.1, v = randn({2, 2, 200, 64}, 21), q = at::ones({2, 4, 200, 64}) * 0.1;
+  const at::Tensor wide = at::arange(3, 64, 4, at::kLong);  // 16 channels
+  k.index_copy_(3, wide, k.index_select(3, wide) * 20);
+  KVCache by_range(o), by_query(o), streamed(o);
+  by_range.append(k, v);
+  const at::Tensor order = by_range.key_order();
+  EXPECT_EQ(order.sizes(), at::IntArrayRef({2, 2, 64}));
+  EXPECT_TRUE(at::equal(order.narrow(2, 0, 16), wide.expand({2, 2, 16})));
+  // Queries a thousand times as large in other channels outweigh that, in the heads that they belong to.
+  const at::Tensor asked = at::arange(0, 64, 4, at::kLong);
+  q.narrow(1, 0, 2).index_fill_(3, asked, 100.0);
+  by_query.forward(q, k, v);
+  EXPECT_TRUE(at::equal(by_query.key_order().select(1, 0).narrow(1, 0, 16), asked.expand({2, 16})));
+  EXPECT_TRUE(at::equal(by_query.key_order().select(1, 1).narrow(1, 0, 16), wide.expand({2, 16})));
+  // Nothing is chosen before it is needed, and nothing changes afterwards.
+  for (int64_t t = 0; t < 200; t++) {
+    append_range(streamed, k, v, t, t + 1);
+    if (streamed.quantized_length() == 0) EXPECT_TRUE((streamed.key_order() == -1).all().item<bool>()) << t;
+  }
+  EXPECT_TRUE(at::equal(streamed.key_order(), order));
+  streamed.append(randn({2, 2, 100, 64}, 22), randn({2, 2, 100, 64}, 23));
+  EXPECT_TRUE(at::equal(streamed.key_order(), order));
+  streamed.truncate(10);
+  EXPECT_TRUE(at::equal(streamed.key_order(), order));
+  streamed.select(longs({1, 1, 0}));
+  EXPECT_TRUE(at::equal(streamed.key_order(), order.index_select(0, longs({1, 1, 0}))));
+  // The wide channels come back better than with two bits for all.
+  o.k_classes = {};
+  KVCache plain(o);
+  plain.append(k, v);
+  const auto error = [&](const KVCache& cache) {
+    return (std::get<0>(cache.dequantize()) - k).index_select(3, wide).square().mean().item<double>();
+  };
+  EXPECT_LT(error(by_range), 0.1 * error(plain));
+}
+
+// Rows of one batch choose for themselves, when their own time comes.
+TEST(Recipe, RowsChooseForThemselves) {
+  CacheOptions o = options_of(1, 32, 16, 8, 0);
+  o.k_classes = {16, 4, 16, 2};
+  at::Tensor k = randn({2, 1, 60, 32}, 24), v = randn({2, 1, 60, 32}, 25);
+  k[0].narrow(2, 16, 16) *= 9;
+  KVCache cache(o);
+  cache.append(k, v, longs({60, 20}));
+  EXPECT_EQ(cache.key_order()[0][0][0].item<int64_t>(), 16);
+  EXPECT_EQ(cache.key_order()[1][0][0].item<int64_t>(), -1);
+  const auto back = KVCache::from_state(cache.state());
+  append_range(cache, k, v, 0, 40);
+  append_range(*back, k, v, 0, 40);
+  EXPECT_NE(cache.key_order()[1][0][0].item<int64_t>(), -1);
+  EXPECT_TRUE(same_state(back->state(), cache.state()));
+}
+
+TEST(Recipe, OrdersAreChecked) {
+  CacheOptions o = options_of(2, 32, 16, 8, 0);
+  KVCache plain(o);
+  expect_error([&] { plain.key_order(); }, {"k_classes"});
+  expect_error([&] { plain.set_key_order(longs({0})); }, {"k_classes"});
+  o.k_classes = {16, 4, 16, 2};
+  KVCache cache(o);
+  const at::Tensor order = at::arange(32, at::kLong).expand({2, 32}).clone();
+  expect_error([&] { cache.set_key_order(order.to(at::kInt)); }, {"order", "Int"});
+  expect_error([&] { cache.set_key_order(order.narrow(0, 0, 1)); }, {"order", "1", "2"});
+  expect_error([&] { cache.set_key_order(order.narrow(1, 0, 31)); }, {"order", "31", "32"});
+  order[1][3] = 4;
+  expect_error([&] { cache.set_key_order(order); }, {"order", "32"});
+  for (const auto& [classes, words] : std::vector<std::pair<std::vector<int64_t>, std::vector<std::string>>>{
+           {{16}, {"k_classes", "1"}},
+           {{16, 4, 15, 2}, {"head_dim", "31"}},
+           {{16, 5, 16, 2}, {"bits", "5"}},
+           {{8, 4, 24, 2}, {"multiple of 16", "8"}},
+           {{16, 3, 16, 2}, {"32", "16"}},
+           {{16, 4, 0, 2, 16, 2}, {"channels", "0"}},
+           {{24, 4}, {"24", "32"}},
+           {{16, 4, 4, 2, 4, 2, 4, 2, 4, 2}, {"k_classes", "4", "10"}}}) {
+    o.k_classes = classes;
+    expect_error([&] { KVCache bad(o); }, words);
+  }
 }
 
 TEST(Recipe, ErrorsNameWhatIsWrong) {
