@@ -128,7 +128,7 @@ class CacheLayers {
   double fast_limit(double factor) const {
     const auto d = static_cast<double>(shape.dim);
     const double amplitude = std::min(32767.0, 2147483647.0 / (255 * d));
-    const auto largest_code = static_cast<double>((1 << shape.k_bits) - 1);
+    const auto largest_code = static_cast<double>((1 << format.k_bits) - 1);
     return 5e-5 + 0.5 * std::sqrt(d) * factor * largest_scaled_query_ * largest_code / amplitude;
   }
 
