@@ -336,6 +336,56 @@ TEST(Recipe, OrdersAreChecked) {
   }
 }
 
+// The operators on plain tensors: they take the order, equal the class, and refuse an order that is none.
+TEST(Recipe, OperatorsTakeTheOrder) {
+  CacheOptions o = options_of(2, 32, 16, 8, 4);
+  o.k_classes = {16, 4, 16, 2};
+  const auto format = cache_format(o);
+  const at::Tensor k = randn({2, 2, 70, 32}, 30), v = randn({2, 2, 70, 32}, 31), q = randn({2, 4, 1, 32}, 32);
+  KVCache cache(o);
+  cache.append(k, v);
+  CacheTensors t = make_tensors(format, 2, 2);
+  t.k_order = cache.key_order().to(at::kShort);
+  cache_append(t, k, v, format);
+  EXPECT_TRUE(same_bits(std::get<0>(cache_attention(q, t, format)), cache.attend(q)));
+  EXPECT_TRUE(same_bits(std::get<0>(cache_dequantize(t, format, 70)), std::get<0>(cache.dequantize())));
+  cache_truncate(t, format, 45);
+  cache.truncate(45);
+  EXPECT_TRUE(same_bits(std::get<0>(cache_dequantize(t, format, 45)), std::get<0>(cache.dequantize())));
+
+  const auto with = [&](const at::Tensor& order) {
+    CacheTensors bad = t;
+    bad.k_order = order;
+    return bad;
+  };
+  expect_error([&] { cache_attention(q, with({}), format); }, {"k_order", "2 classes"});
+  expect_error([&] { cache_attention(q, with(t.k_order.to(at::kInt)), format); }, {"k_order", "Int", "Short"});
+  expect_error([&] { cache_dequantize(with(t.k_order.narrow(2, 0, 31).contiguous()), format, 1); },
+               {"k_order", "31", "32"});
+  expect_error([&] { cache_dequantize(with(t.k_order.narrow(0, 0, 1)), format, 1); }, {"k_order", "1", "2"});
+  expect_error([&] { cache_truncate(with(t.k_order.transpose(1, 2).contiguous().transpose(1, 2)), format, 1); },
+               {"k_order"});
+  for (const int16_t channel : {int16_t{-1}, int16_t{32}, int16_t{7}}) {
+    at::Tensor twice = t.k_order.clone();
+    twice[1][1].fill_(channel);
+    expect_error([&] { cache_append(with(twice), k, v, format); }, {"k_order[1][1]", std::to_string(channel)});
+    expect_error([&] { cache_attention(q, with(twice), format); }, {"k_order[1][1]", std::to_string(channel)});
+  }
+  const auto plain = cache_format(options_of(2, 32, 16, 8, 4));
+  CacheTensors none = make_tensors(plain, 2, 2);
+  none.k_order = t.k_order;
+  expect_error([&] { cache_append(none, k, v, plain); }, {"k_order", "0 classes"});
+  const at::Tensor meta_q = q.to(at::kMeta);
+  CacheTensors meta = t;
+  for (at::Tensor* part : {&meta.pool, &meta.block_table, &meta.lengths, &meta.quantized_lengths, &meta.sink_k,
+                           &meta.sink_v, &meta.window_k, &meta.window_v, &meta.k_order}) {
+    *part = part->to(at::kMeta);
+  }
+  EXPECT_EQ(std::get<0>(cache_attention(meta_q, meta, format)).sizes(), q.sizes());
+  meta.k_order = at::Tensor();
+  expect_error([&] { cache_attention(meta_q, meta, format); }, {"k_order", "2 classes"});
+}
+
 TEST(Recipe, ErrorsNameWhatIsWrong) {
   CacheOptions o = options_of(2, 64, 32, 32, 0);
   o.recipe = "tiny";
