@@ -102,10 +102,9 @@ void register_cache_class(torch::Library& m) {
           {arg("q"), arg("attn_mask") = arg::none(), arg("is_causal") = true, arg("scale") = arg::none(),
            arg("softcap") = 0.0, arg("window") = 0, arg("sinks") = arg::none(), arg("alibi_slopes") = arg::none()});
   cls.def("append",
-          [](const Cache& self, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& lengths) {
-            self->append(k, v, lengths);
-          },
-          "", {arg("k"), arg("v"), arg("lengths") = arg::none()});
+          [](const Cache& self, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& lengths,
+             const OptionalTensor& q) { self->append(k, v, lengths, q); },
+          "", {arg("k"), arg("v"), arg("lengths") = arg::none(), arg("q") = arg::none()});
   cls.def("length", [](const Cache& self) { return self->length(); });
   cls.def("lengths", [](const Cache& self) { return self->lengths(); });
   cls.def("quantized_length", [](const Cache& self) { return self->quantized_length(); });

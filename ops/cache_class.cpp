@@ -131,7 +131,7 @@ void KVCache::Impl::check_append(const at::Tensor& k, const at::Tensor& v,
 void KVCache::Impl::append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
                            const at::Tensor& q) {
   const auto append_all = [&](Storage& s) {
-    if (q.defined()) note_queries(s, q, counts_of(lengths, s.batch, k.size(2)));
+    if (q.defined()) note_queries(s, q, counts_of(lengths, s.batch, q.size(2)));
     append_to(s, k, v, lengths, given_order);
   };
   if (storage.started) return append_all(storage);
@@ -264,17 +264,22 @@ at::Tensor KVCache::forward(const at::Tensor& q, const at::Tensor& k, const at::
   return impl_->forward(q, k, v, options, lengths);
 }
 
-void KVCache::append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) {
+void KVCache::append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
+                     const std::optional<at::Tensor>& q) {
   const Storage& s = impl_->storage;
+  at::Tensor k_cast = k, v_cast = v;
   if (const auto type = autocast_dtype(k)) {
     const auto stored = s.started ? s.tensors.window_k.scalar_type() : *type;
-    const at::Tensor k_cast = cast_float(k, stored), v_cast = cast_float(v, stored);
-    impl_->check_append(k_cast, v_cast, lengths);
-    impl_->append(k_cast, v_cast, lengths);
-    return;
+    k_cast = cast_float(k, stored), v_cast = cast_float(v, stored);
   }
-  impl_->check_append(k, v, lengths);
-  impl_->append(k, v, lengths);
+  impl_->check_append(k_cast, v_cast, lengths);
+  if (q) {
+    check_supported_device("q", *q);
+    check_attention(*q, k.size(0), impl_->format, at::kCPU, {});
+    TORCH_CHECK_VALUE(!lengths || q->size(2) == k.size(2), "q has ", q->size(2), " rows, but k has ", k.size(2),
+                      " tokens; with lengths they must be equal");
+  }
+  impl_->append(k_cast, v_cast, lengths, q.value_or(at::Tensor()));
 }
 
 at::Tensor KVCache::attend(const at::Tensor& q, const AttentionOptions& options) const {

@@ -243,6 +243,7 @@ class Layer(nn.Module):
         self.exact_k = torch.zeros(0)  # [B, Hkv, capacity, D]
         self.exact_v = torch.zeros(0)
         self.exact_length = 0
+        self.query_squares = torch.zeros(0)  # [B, Hq, 1, D]: summed over the queries that the plain cache saw
 
     def unpermuted(self, weight: Tensor) -> Tensor:
         """Per head, GGUF stores row i of the first half of the channels at 2i and row i of the second half at 2i + 1."""
@@ -265,6 +266,8 @@ class Layer(nn.Module):
 
     def attend_exact(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The plain cache: append, then the fastest attention that torch has for these shapes."""
+        squares = q.square().sum(2, keepdim=True)
+        self.query_squares = squares if self.exact_length == 0 else self.query_squares + squares
         self.append_exact(k, v)
         batch, heads, tokens, dim = q.size(0), q.size(1), q.size(2), q.size(3)
         keys, values = self.exact_k[:, :, : self.exact_length], self.exact_v[:, :, : self.exact_length]
@@ -413,7 +416,9 @@ class SmolLM2(nn.Module):
         """Gives an empty Kivi cache the tokens that the plain cache holds, as if it had been prefilled with the same prompt."""
         for layer in self.layers:
             n = layer.exact_length
-            layer.caches[lane].append(layer.exact_k[:, :, :n], layer.exact_v[:, :, :n])
+            # One query with the size of all of them, in every channel: the cache asks for no more.
+            q = layer.query_squares.sqrt()
+            layer.caches[lane].append(layer.exact_k[:, :, :n], layer.exact_v[:, :, :n], q=q)
 
     @torch.jit.export
     def reset(self) -> None:

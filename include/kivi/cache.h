@@ -84,8 +84,11 @@ class KIVI_API KVCache : public torch::CustomClassHolder {
   at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const AttentionOptions& options = {}, const std::optional<at::Tensor>& lengths = std::nullopt);
 
-  // Appends k and v; padding beyond lengths[b] is never read.
-  void append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths = std::nullopt);
+  // Appends k and v; padding beyond lengths[b] is never read. q [B, Hq, Tq, D]: queries that go with them, for the
+  // choice of classes of key channels only (`forward` has its own); any number of them, with `lengths` as many as
+  // tokens.
+  void append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths = std::nullopt,
+              const std::optional<at::Tensor>& q = std::nullopt);
 
   // Attention of q [B, Hq, Lq, D] over the cache; the last query row is aligned with the newest token. With no key to
   // see: 0.

@@ -141,7 +141,7 @@ TEST(Jit, SignaturesOfTheClass) {
   EXPECT_EQ(signature("forward"), "q k v " + options + "lengths=None ");
   EXPECT_EQ(signature("attend"), "q " + options);
   EXPECT_EQ(signature("attend_with_lse"), "q " + options);
-  EXPECT_EQ(signature("append"), "k v lengths=None ");
+  EXPECT_EQ(signature("append"), "k v lengths=None q=None ");
   EXPECT_EQ(signature("truncate"), "n ");
   EXPECT_EQ(signature("reorder"), "rows ");
   EXPECT_EQ(signature("select"), "rows ");

@@ -270,6 +270,12 @@ TEST(Recipe, ClassesTakeTheChannelsThatMatter) {
   by_query.forward(q, k, v);
   EXPECT_TRUE(at::equal(by_query.key_order().select(1, 0).narrow(1, 0, 16), asked.expand({2, 16})));
   EXPECT_TRUE(at::equal(by_query.key_order().select(1, 1).narrow(1, 0, 16), wide.expand({2, 16})));
+  // Queries given to append count as those of forward; one stands for many.
+  KVCache told(o);
+  told.append(k, v, std::nullopt, q.square().sum(2, true).sqrt());
+  EXPECT_TRUE(at::equal(told.key_order(), by_query.key_order()));
+  expect_error([&] { KVCache(o).append(k, v, std::nullopt, q.narrow(1, 0, 3)); }, {"q", "3", "num_kv_heads"});
+  expect_error([&] { KVCache(o).append(k, v, longs({200, 9}), q.narrow(2, 0, 3)); }, {"q", "3", "200"});
   // Nothing is chosen before it is needed, and nothing changes afterwards.
   for (int64_t t = 0; t < 200; t++) {
     append_range(streamed, k, v, t, t + 1);
