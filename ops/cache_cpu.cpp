@@ -124,7 +124,7 @@ class Append {
     first_group_.push_back(groups_);
   }
 
-  // False if a scale or zero does not fit the format's float16.
+  // False if a scale or zero does not fit the format's float8 or float16.
   bool encode() {
     const int64_t heads = cache_.format.num_kv_heads;
     std::atomic<bool> fits{true};
@@ -259,8 +259,9 @@ void cache_append_cpu(at::Tensor& pool, const at::Tensor& block_table, at::Tenso
   const at::Tensor k_rows = with_contiguous_channels(k), v_rows = with_contiguous_channels(v);
   Append append(cache, k_rows, v_rows, rows);
   if (!append.encode()) {
-    TORCH_CHECK_VALUE(overflow, "k or v: the scale or the minimum of a group leaves float16's range of +-65504; use ",
-                      "scale_dtype=\"float32\" (or kivi::KVCache, which widens by itself)");
+    TORCH_CHECK_VALUE(
+        overflow, "k or v: the scale or the minimum of a group leaves the range of the format's scales (float16's is ",
+        "+-65504, a float8 scale's 61440); use ", "scale_dtype=\"float32\" (or kivi::KVCache, which widens by itself)");
     overflow->mutable_data_ptr<int32_t>()[0] = 1;
     return;
   }

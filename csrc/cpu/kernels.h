@@ -185,8 +185,8 @@ struct AttentionItem {
 struct Kernels {
   Isa isa;
   const char* name;  // "scalar", "neon", "avx2", "avx512", "avx512_vnni"
-  // False if the scale or zero of a finite group does not fit float16 and the format stores float16; the record is then
-  // not usable. With float32 storage it is always true.
+  // False if the scale or zero of a finite group does not fit the float8 or float16 that the format stores; the record
+  // is then not usable. With float32 storage it is always true.
   bool (*encode)(const EncodeParams&);
   void (*decode)(const DecodeParams&);
   void (*quantize)(const QuantizeParams&, int64_t begin, int64_t end);      // units

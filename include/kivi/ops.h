@@ -64,8 +64,8 @@ struct CacheTensors {
 
 // Appends k [B, Hkv, T, D] and v [B, Hkv, T, Dv], of the dtype of the window; quantises every group that leaves the
 // window. Row b takes its first new_lengths[b] (int64) tokens. The pages that the quantised tokens need must stand in
-// the block table and belong to one row each. If a scale or zero does not fit a float16 format, `overflow` (int32 [1])
-// becomes 1 and nothing that the cache holds changes; without `overflow` that is an error.
+// the block table and belong to one row each. If a scale or zero does not fit a float8 or float16 format, `overflow`
+// (int32 [1]) becomes 1 and nothing that the cache holds changes; without `overflow` that is an error.
 KIVI_API void cache_append(const CacheTensors& cache, const at::Tensor& k, const at::Tensor& v, at::IntArrayRef format,
                            const std::optional<at::Tensor>& new_lengths = std::nullopt,
                            const std::optional<at::Tensor>& overflow = std::nullopt);
@@ -104,8 +104,8 @@ KIVI_API void cache_truncate(const CacheTensors& cache, at::IntArrayRef format, 
 // Copies page source[i] to page target[i] (int64 [N]); no page may be both.
 KIVI_API void cache_copy_pages(const at::Tensor& pool, const at::Tensor& source, const at::Tensor& target);
 
-// The pool of a float16 format as the pool of the same format with scale type 48: codes as they are, scale and zero as
-// float32.
+// The pool of a float8 or float16 format as the pool of the same format with scale type 40 or 48: codes as they are,
+// scale and zero as float32.
 KIVI_API at::Tensor cache_widen(const at::Tensor& pool, at::IntArrayRef format);
 
 }  // namespace kivi
