@@ -195,14 +195,8 @@ void KVCache::Impl::select(const char* name, const at::Tensor& rows_arg) {
   }
   const PlainTensors guard;
   Storage s = storage;
-  CacheTensors& t = s.tensors;
-  for (at::Tensor* part :
-       {&t.block_table, &t.lengths, &t.quantized_lengths, &t.sink_k, &t.sink_v, &t.window_k, &t.window_v}) {
-    *part = part->index_select(0, rows);
-  }
-  if (t.k_order.defined()) {
-    t.k_order = t.k_order.index_select(0, rows);
-    s.query_squares = s.query_squares.index_select(0, rows);
+  for (at::Tensor* part : s.row_tensors()) *part = part->index_select(0, rows);
+  if (!s.ordered.empty()) {
     s.ordered.resize(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; i++) s.ordered[i] = storage.ordered[row[i]];
   }
@@ -309,14 +303,12 @@ int64_t KVCache::batch_size() const { return impl_->storage.batch; }
 bool KVCache::empty() const { return length() == 0; }
 
 int64_t KVCache::nbytes() const {
-  const Storage& s = impl_->storage;
+  Storage& s = impl_->storage;
   if (!s.started) return 0;
-  const CacheTensors& t = s.tensors;
   std::set<const void*> seen;
   int64_t bytes = 0;
-  for (const at::Tensor* part : {&t.pool, &t.block_table, &t.lengths, &t.quantized_lengths, &t.sink_k, &t.sink_v,
-                                 &t.window_k, &t.window_v, &s.overflow, &t.k_order, &s.query_squares}) {
-    if (part->defined() && seen.insert(part->storage().unsafeGetStorageImpl()).second) {
+  for (const at::Tensor* part : s.all_tensors()) {
+    if (seen.insert(part->storage().unsafeGetStorageImpl()).second) {
       bytes += static_cast<int64_t>(part->storage().nbytes());
     }
   }
@@ -401,11 +393,7 @@ c10::intrusive_ptr<KVCache> KVCache::clone() const {
   Storage s = impl_->storage;
   if (s.started) {
     const PlainTensors guard;
-    CacheTensors& t = s.tensors;
-    for (at::Tensor* part : {&t.pool, &t.block_table, &t.lengths, &t.quantized_lengths, &t.sink_k, &t.sink_v,
-                             &t.window_k, &t.window_v, &s.overflow, &t.k_order, &s.query_squares}) {
-      if (part->defined()) *part = part->clone();
-    }
+    for (at::Tensor* part : s.all_tensors()) *part = part->clone();
   }
   copy->impl_->storage = std::move(s);
   copy->impl_->given_order = impl_->given_order;

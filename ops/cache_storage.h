@@ -39,6 +39,20 @@ struct CacheStorage {
   std::vector<int32_t> page_users;          // [pages]
   std::vector<int32_t> free_pages;
 
+  // All tensors that it holds.
+  std::vector<at::Tensor*> all_tensors() {
+    std::vector<at::Tensor*> all = row_tensors();
+    all.insert(all.end(), {&tensors.pool, &overflow});
+    return all;
+  }
+  std::vector<at::Tensor*> row_tensors() {  // [B, ...]
+    CacheTensors& t = tensors;
+    std::vector<at::Tensor*> rows = {&t.block_table, &t.lengths,  &t.quantized_lengths, &t.sink_k,
+                                     &t.sink_v,      &t.window_k, &t.window_v};
+    if (t.k_order.defined()) rows.insert(rows.end(), {&t.k_order, &query_squares});
+    return rows;
+  }
+
   int64_t max_pages() const { return tensors.block_table.size(1); }
   int32_t* table_row(int64_t b) const { return tensors.block_table.mutable_data_ptr<int32_t>() + b * max_pages(); }
   int64_t longest() const { return lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end()); }
