@@ -452,6 +452,14 @@ class SmolLM2(nn.Module):
         return total
 
     @torch.jit.export
+    def bits_per_element(self, lane: int) -> float:
+        """Bits that the pages of a lane take for one number, all layers together."""
+        total = 0.0
+        for layer in self.layers:
+            total += layer.caches[lane].bits_per_element()
+        return total / len(self.layers)
+
+    @torch.jit.export
     def quantized_length(self, lane: int) -> int:
         """How many tokens are quantised in a lane."""
         n = 0

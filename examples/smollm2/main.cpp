@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <exception>
 #include <filesystem>
+#include <fstream>
 #include <iostream>
 #include <memory>
 #include <optional>
@@ -92,6 +93,21 @@ void print_table(const std::vector<std::vector<std::string>>& rows) {
     }
     std::printf("\n%s", r == 0 ? (std::string(total, '-') + "\n").c_str() : "");
   }
+}
+
+std::string read_text(const std::string& path) {
+  // The start is enough for every measurement, and a tokeniser takes time.
+  constexpr std::size_t kMost = 400000;
+  std::ifstream file(path, std::ios::binary);
+  std::string text(kMost, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  if (text.empty()) throw std::invalid_argument("--text-file: cannot read '" + path + "', or it is empty");
+  if (text.size() == kMost) {  // not in the middle of a character
+    while (!text.empty() && (static_cast<unsigned char>(text.back()) & 0xC0) == 0x80) text.pop_back();
+    text.pop_back();
+  }
+  return text;
 }
 
 std::string model_path(const Options& options) {
@@ -214,7 +230,7 @@ void show_table(const std::vector<CacheConfig>& configs, const std::vector<int64
   for (const int64_t context : contexts) {
     if (!speed.empty()) rows[0].push_back(format("tok/s at %d", static_cast<int>(context)));
   }
-  if (!quality.empty()) rows[0].insert(rows[0].end(), {"perplexity", "over fp32", "same token"});
+  if (!quality.empty()) rows[0].insert(rows[0].end(), {"bits", "perplexity", "over fp32", "KL", "same token"});
   for (std::size_t i = 0; i < configs.size(); ++i) {
     std::vector<std::string>& row = rows[i + 1];
     row = {configs[i].name};
@@ -227,13 +243,52 @@ void show_table(const std::vector<CacheConfig>& configs, const std::vector<int64
     }
     if (!quality.empty()) {
       const double perplexity = quality[i].perplexity();
+      row.push_back(format("%.2f", quality[i].bits));
       row.push_back(format("%.3f", perplexity));
       row.push_back(i == 0 ? "exact" : format("%+.2f %%", 100 * (perplexity / quality[0].perplexity() - 1)));
+      row.push_back(i == 0 ? "" : format("%.4f", quality[i].mean_divergence()));
       row.push_back(format("%.1f %%", 100 * quality[i].agreement()));
     }
   }
   print_table(rows);
   std::printf("\n");
+}
+
+// What is lost against bits per number: perplexity, and divergence, which has less noise.
+void draw_quality(const std::vector<CacheConfig>& configs, const std::vector<Quality>& quality,
+                  const std::string& path) {
+  const std::string extension = std::filesystem::path(path).extension().string();
+  const bool svg = extension == ".svg";
+  if (!svg && extension != ".png") throw std::invalid_argument("--plot takes a .png or .svg file, got '" + path + "'");
+  constexpr double kLeast = 0.01;  // percent; what noise makes better than exact is drawn on the lower edge
+  std::string plain, recipes;      // bits, percent of perplexity, divergence, name
+  for (std::size_t i = 1; i < configs.size(); ++i) {
+    const double loss = std::max(kLeast, 100 * (quality[i].perplexity() / quality[0].perplexity() - 1));
+    std::string& points = configs[i].recipe.empty() ? plain : recipes;
+    points +=
+        format("%.4f %.4f %.6f \"%s\"\n", quality[i].bits, loss, quality[i].mean_divergence(), configs[i].name.c_str());
+  }
+  FILE* const plot = popen("gnuplot", "w");
+  if (plot == nullptr) throw std::runtime_error("--plot: cannot start gnuplot");
+  std::fprintf(plot,
+               "set terminal %s size 1200,560 font 'Sans,11'\nset output '%s'\n"
+               "set xlabel 'bits per number of a quantised token, scales and padding included'\n"
+               "set logscale y\nset format y '%%g'\nset grid xtics ytics lc rgb '#dddddd'\nset key top right\n"
+               "set xrange [1.5:9.9]\n$plain << EOD\n%sEOD\n$recipes << EOD\n%sEOD\nset multiplot layout 1,2\n",
+               svg ? "svg" : "pngcairo", path.c_str(), plain.c_str(), recipes.c_str());
+  const char* const titles[] = {"perplexity above that of fp32 (%)", "KL divergence from fp32 (nats per token)"};
+  for (int panel = 0; panel < 2; ++panel) {
+    std::fprintf(plot,
+                 "set title '%s'\n"
+                 "plot $plain using 1:%d with points pt 7 ps 1.2 lc rgb '#4575b4' title 'plain widths', \\\n"
+                 "     $plain using 1:%d:4 with labels left offset 0.8,0.5 tc rgb '#4575b4' notitle, \\\n"
+                 "     $recipes using 1:%d with points pt 5 ps 1.2 lc rgb '#d73027' title 'recipes', \\\n"
+                 "     $recipes using 1:%d:4 with labels left offset 0.8,-0.5 tc rgb '#d73027' notitle\n",
+                 titles[panel], panel + 2, panel + 2, panel + 2, panel + 2);
+  }
+  const bool drawn = pclose(plot) == 0 && std::filesystem::exists(path);
+  std::printf("%s %s\n\n",
+              drawn ? "plot:" : "NOT DRAWN (is gnuplot installed?):", std::filesystem::absolute(path).string().c_str());
 }
 
 void explain(const std::vector<CacheConfig>& configs, const Options& options) {
@@ -253,10 +308,12 @@ void explain(const std::vector<CacheConfig>& configs, const Options& options) {
   }
   if (options.quality) {
     std::printf(
-        "perplexity: over %lld tokens of the help texts of Python, lower is better. same token: how often the most "
-        "likely next token is "
-        "that of fp32.\n",
-        static_cast<long long>(options.windows * (smollm2::kWindow - smollm2::kPrefilled)));
+        "bits: of one number of a quantised token, scales and padding included. perplexity: over %lld tokens of %s, "
+        "lower is better. KL:\n"
+        "mean Kullback-Leibler divergence from fp32, nats. same token: how often the most likely next token is that of "
+        "fp32.\n",
+        static_cast<long long>(options.windows * (smollm2::kWindow - smollm2::kPrefilled)),
+        options.text_file.empty() ? "the help texts of Python" : options.text_file.c_str());
   }
 }
 
@@ -271,9 +328,13 @@ int run(const Options& options) {
 
   std::vector<CacheConfig> configs = {CacheConfig()};
   configs.insert(configs.end(), options.caches.begin(), options.caches.end());
-  std::vector<int64_t> text = model->tokenizer().encode(model->eval_text(), false);
-  const bool enough = static_cast<int64_t>(text.size()) > model->context_length();
-  TORCH_CHECK(enough, "the evaluation text of the model file is too short: export it again");
+  const std::string written = options.text_file.empty() ? model->eval_text() : read_text(options.text_file);
+  std::vector<int64_t> text = model->tokenizer().encode(written, false);
+  if (static_cast<int64_t>(text.size()) <= model->context_length()) {
+    throw std::invalid_argument("the evaluation text has " + std::to_string(text.size()) + " tokens, but " +
+                                std::to_string(model->context_length() + 1) + " are needed: " +
+                                (options.text_file.empty() ? "export the model again" : options.text_file));
+  }
   text.resize(static_cast<std::size_t>(model->context_length()) + 1);
 
   if (options.text) show_texts(model.get(), options, configs);
@@ -306,6 +367,7 @@ int run(const Options& options) {
 
   bool good = true;
   std::printf("\n");
+  if (!options.plot.empty() && !quality.empty()) draw_quality(configs, quality, options.plot);
   if (!speed.empty() || !quality.empty()) {
     show_table(configs, contexts, speed, quality);
     explain(configs, options);
@@ -313,7 +375,7 @@ int run(const Options& options) {
   }
   if (!quality.empty()) {
     const bool published_text = fingerprint(text) == kPublishedText;
-    if (!published_text) {
+    if (!published_text && options.text_file.empty()) {
       std::printf("The text is that of Python %s; the published figures are for Python 3.11.7.\n\n",
                   model->eval_python().c_str());
     }

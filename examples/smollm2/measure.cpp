@@ -110,6 +110,11 @@ double Quality::perplexity(std::size_t first, std::size_t count) const {
   return std::exp(sum / static_cast<double>(count * (kWindow - kPrefilled)));
 }
 
+double Quality::mean_divergence() const {
+  const double sum = std::accumulate(divergence.begin(), divergence.end(), 0.0);
+  return sum / static_cast<double>(static_cast<int64_t>(divergence.size()) * (kWindow - kPrefilled));
+}
+
 double Quality::agreement() const {
   const auto sum = static_cast<double>(std::accumulate(same.begin(), same.end(), int64_t{0}));
   return sum / static_cast<double>(static_cast<int64_t>(same.size()) * (kWindow - kPrefilled));
@@ -132,26 +137,37 @@ std::vector<Quality> measure_quality(Model* model, const std::vector<CacheConfig
   model->use(lanes, true);
   const auto count = static_cast<int64_t>(configs.size());
   at::Tensor loss = torch::zeros({count, windows}, at::kDouble);
+  at::Tensor divergence = torch::zeros({count, windows}, at::kDouble);
   at::Tensor same = torch::zeros({count, windows}, at::kLong);
   Progress progress("  quality: decoding " + std::to_string(kWindow - kPrefilled) + " tokens", kWindow - kPrefilled);
   for (int64_t position = kPrefilled; position < kWindow; ++position) {
     const at::Tensor logits =
         model->forward(inputs.slice(1, position, position + 1), position).view({count, windows, -1});
     const at::Tensor target = targets.select(1, position).expand({count, windows}).unsqueeze(-1);
-    loss += (logits.logsumexp(-1) - logits.gather(-1, target).squeeze(-1)).to(at::kDouble);
+    const at::Tensor normalizer = logits.logsumexp(-1, /*keepdim=*/true);
+    loss += (normalizer - logits.gather(-1, target)).squeeze(-1).to(at::kDouble);
+    // sum p log(p / q), where p is what the exact cache predicts
+    const at::Tensor exact_log = logits[0] - normalizer[0];
+    const at::Tensor exact = exact_log.exp();
+    for (int64_t i = 1; i < count; ++i) {
+      divergence[i] += (exact * (exact_log - (logits[i] - normalizer[i]))).sum(-1).to(at::kDouble);
+    }
     const at::Tensor greedy = logits.argmax(-1);
     same += greedy.eq(greedy[0]).to(at::kLong);
     progress.step(position - kPrefilled + 1);
   }
-  model->clear_caches();
 
   std::vector<Quality> result(configs.size());
   for (int64_t i = 0; i < count; ++i) {
     for (int64_t window = 0; window < windows; ++window) {
       result[static_cast<std::size_t>(i)].loss.push_back(loss[i][window].item<double>());
+      result[static_cast<std::size_t>(i)].divergence.push_back(divergence[i][window].item<double>());
       result[static_cast<std::size_t>(i)].same.push_back(same[i][window].item<int64_t>());
     }
+    const auto lane = lanes[static_cast<std::size_t>(i)];
+    if (lane != kExactLane) result[static_cast<std::size_t>(i)].bits = model->bits_per_element(lane);
   }
+  model->clear_caches();
   return result;
 }
 

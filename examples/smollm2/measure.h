@@ -35,12 +35,15 @@ constexpr int64_t kWindow = 2048;
 constexpr int64_t kPrefilled = 1024;
 constexpr int64_t kMaxWindows = 4;
 struct Quality {
-  std::vector<double> loss;   // per window: sum of -log p(next token)
-  std::vector<int64_t> same;  // per window: tokens for which the most likely next token is that of the exact cache
+  std::vector<double> loss;        // per window: sum of -log p(next token)
+  std::vector<double> divergence;  // per window: sum of the Kullback-Leibler divergences from the exact cache, in nats
+  std::vector<int64_t> same;       // per window: tokens for which the most likely next token is that of the exact cache
+  double bits = 32;                // that a number of a quantised token takes
 
   double perplexity(std::size_t first, std::size_t count) const;
   double perplexity() const { return perplexity(0, loss.size()); }
-  double agreement() const;  // 0 to 1
+  double agreement() const;        // 0 to 1
+  double mean_divergence() const;  // nats per token
 };
 // configs[0] must be the exact cache. All configs run side by side, so that the weights are read once for all of them;
 // each has its own caches. `ids` holds at least windows * 2048 + 1 tokens.

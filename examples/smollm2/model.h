@@ -54,6 +54,7 @@ class Model {
   void reset_lane(int64_t lane) { call("reset_lane", lane); }
   void truncate_exact(int64_t length) { call("truncate_exact", length); }
   int64_t nbytes(int64_t lane) { return call("nbytes", lane).toInt(); }
+  double bits_per_element(int64_t lane) { return call("bits_per_element", lane).toDouble(); }
   int64_t quantized_length(int64_t lane) { return call("quantized_length", lane).toInt(); }
 
   // ids [B, T] at positions start, start + 1, ...: logits of the last token, [lanes * B, vocabulary].

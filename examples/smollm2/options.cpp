@@ -90,6 +90,10 @@ each generates, the bytes of its cache, its speed, and its perplexity on a text.
   --sink N             first tokens that are kept exact (default 4)
   --range-search       search the best range of each group when it is quantised, for all caches
   --precision P        arithmetic of the attention: fast or exact (default fast)
+  --text-file FILE     the text for speed and perplexity, UTF-8 (default: help texts of Python, from the model file)
+  --recipes            all recipes and plain caches of 8 to 1 bits, on four windows with --residual 32, their perplexity
+                       against the bits that they take; the table goes to the terminal, the plot to recipes.png
+  --plot FILE          draws perplexity against bits into this file, .png or .svg (needs gnuplot)
   --protocol p1        the settings of the published figures: --residual 32 --sink 0
 
   --parts LIST         what to run (default text,speed,quality)
@@ -115,6 +119,8 @@ Options parse_options(int argc, char** argv) {
       {"--prompt", text(&options.prompt)},
       {"--model", text(&options.model)},
       {"--bits", text(&bits)},
+      {"--text-file", text(&options.text_file)},
+      {"--plot", text(&options.plot)},
       {"--tokens", number(&options.tokens, 1, 8192)},
       {"--windows", number(&options.windows, 1, kMaxWindows)},
       {"--group-size",
@@ -163,6 +169,14 @@ Options parse_options(int argc, char** argv) {
       {"--range-search", [&] { common.range_search = true; }},
       {"--help", [&] { options.help = true; }},
       {"-h", [&] { options.help = true; }},
+      {"--recipes",
+       [&] {
+         bits = "K8V8,K4V4,K3V3,K4V2,K2V2,K1V1,kivi,near-lossless,quality,balanced,compact";
+         options.windows = kMaxWindows;
+         common.residual_length = 32;
+         options.text = options.speed = false;
+         options.plot = "recipes.png";
+       }},
       {"--full",
        [&] {
          options.windows = kMaxWindows;

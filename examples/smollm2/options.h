@@ -15,6 +15,8 @@ struct Options {
   bool raw = false;                 // the prompt as it is, without the chat template
   std::vector<CacheConfig> caches;  // without the exact one
   std::vector<int64_t> contexts;    // empty: 512 and the longest that the model takes
+  std::string text_file;            // evaluation text; empty: that of the model file
+  std::string plot;                 // a PNG or SVG file to draw perplexity against bits into; empty: none
   int64_t tokens = 64;
   int64_t windows = 1;
   int64_t threads = 0;  // 0: as many as torch takes
