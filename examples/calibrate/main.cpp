@@ -15,6 +15,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "model.h"
@@ -249,8 +250,15 @@ int run(const Options& options) {
   if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
   torch::jit::setGraphExecutorOptimize(false);
   const c10::InferenceMode inference;
-  // What no cache can be built from is told before the long work.
+  // What cannot go well is told before the long work.
   for (const auto& candidate : candidates_of(options, 1, 64)) kivi::KVCache(candidate.options);
+  for (const auto& [option, file] : {std::pair("--out", options.out), std::pair("--plot", options.plot)}) {
+    if (file.empty()) continue;
+    const std::filesystem::path folder = std::filesystem::absolute(file).parent_path();
+    if (!std::filesystem::is_directory(folder)) {
+      throw std::invalid_argument(option + (": there is no folder '" + folder.string() + "'"));
+    }
+  }
   if (!options.plot.empty()) check_gnuplot();
   const std::vector<Captured> captured = options.capture.empty() ? run_model(options) : read_capture(options.capture);
 
