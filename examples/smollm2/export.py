@@ -22,7 +22,7 @@ import time
 import unicodedata
 import zipfile
 from pathlib import Path
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -222,6 +222,7 @@ class Layer(nn.Module):
     head_dim: int
     epsilon: float
     exact_length: int
+    keep_queries: bool
 
     def __init__(self, gguf: Gguf, index: int):
         super().__init__()
@@ -244,6 +245,8 @@ class Layer(nn.Module):
         self.exact_v = torch.zeros(0)
         self.exact_length = 0
         self.query_squares = torch.zeros(0)  # [B, Hq, 1, D]: summed over the queries that the plain cache saw
+        self.keep_queries = False
+        self.queries = torch.zeros(0)  # [B, Hq, exact_length, D]: these queries, if they are kept
 
     def unpermuted(self, weight: Tensor) -> Tensor:
         """Per head, GGUF stores row i of the first half of the channels at 2i and row i of the second half at 2i + 1."""
@@ -268,6 +271,8 @@ class Layer(nn.Module):
         """The plain cache: append, then the fastest attention that torch has for these shapes."""
         squares = q.square().sum(2, keepdim=True)
         self.query_squares = squares if self.exact_length == 0 else self.query_squares + squares
+        if self.keep_queries:
+            self.queries = q if self.exact_length == 0 else torch.cat([self.queries, q], 2)
         self.append_exact(k, v)
         batch, heads, tokens, dim = q.size(0), q.size(1), q.size(2), q.size(3)
         keys, values = self.exact_k[:, :, : self.exact_length], self.exact_v[:, :, : self.exact_length]
@@ -314,6 +319,9 @@ class Layer(nn.Module):
 
 class SmolLM2(nn.Module):
     context_length: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
     epsilon: float
     append_first: bool
 
@@ -333,7 +341,8 @@ class SmolLM2(nn.Module):
                 last_word = time.monotonic()
                 say(f"read layer {i + 1} of {field('block_count')}")
         self.layers = nn.ModuleList(layers)
-        dim = layers[0].head_dim
+        self.num_layers, self.num_kv_heads = len(layers), layers[0].num_kv_heads
+        self.head_dim = dim = layers[0].head_dim
         frequency = field("rope.freq_base") ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         angle = torch.arange(self.context_length, dtype=torch.float64)[:, None] * frequency
         self.register_buffer("cos", torch.cat([angle.cos(), angle.cos()], -1).float()[:, None])  # [context, 1, D]
@@ -354,47 +363,69 @@ class SmolLM2(nn.Module):
     @torch.jit.export
     def add_cache(
         self,
+        index: int,
         k_bits: int,
         v_bits: int,
         group_size: int,
         residual_length: int,
         sink_length: int,
-        range_search: bool,
         precision: str,
-        recipe: str,
+        range_search: bool,
         scale_dtype: str,
+        recipe: str,
+        k_search: List[float],
+        v_search: List[float],
+        k_bias_correction: bool,
+        v_gain_correction: bool,
         v_group_size: Optional[int],
         v_symmetric: bool,
         v_rotated: bool,
-        corrections: bool,
-        v_search: List[float],
+        k_classes: List[int],
     ) -> int:
-        """Gives every layer one more Kivi cache. Returns the number of the lane."""
+        """Gives one layer one more Kivi cache. Returns the number of the lane; all layers must get as many."""
         lane = 0
-        for layer in self.layers:
-            lane = len(layer.caches)
-            layer.caches.append(
-                torch.classes.kivi.KVCache(
-                    layer.num_kv_heads,
-                    layer.head_dim,
-                    k_bits=k_bits,
-                    v_bits=v_bits,
-                    group_size=group_size,
-                    residual_length=residual_length,
-                    sink_length=sink_length,
-                    precision=precision,
-                    range_search=range_search,
-                    scale_dtype=scale_dtype,
-                    recipe=recipe,
-                    v_search=v_search,
-                    k_bias_correction=corrections,
-                    v_gain_correction=corrections,
-                    v_group_size=v_group_size,
-                    v_symmetric=v_symmetric,
-                    v_rotated=v_rotated,
+        for i, layer in enumerate(self.layers):
+            if i == index:
+                lane = len(layer.caches)
+                layer.caches.append(
+                    torch.classes.kivi.KVCache(
+                        layer.num_kv_heads,
+                        layer.head_dim,
+                        k_bits=k_bits,
+                        v_bits=v_bits,
+                        group_size=group_size,
+                        residual_length=residual_length,
+                        sink_length=sink_length,
+                        precision=precision,
+                        range_search=range_search,
+                        scale_dtype=scale_dtype,
+                        recipe=recipe,
+                        k_search=k_search,
+                        v_search=v_search,
+                        k_bias_correction=k_bias_correction,
+                        v_gain_correction=v_gain_correction,
+                        v_group_size=v_group_size,
+                        v_symmetric=v_symmetric,
+                        v_rotated=v_rotated,
+                        k_classes=k_classes,
+                    )
                 )
-            )
         return lane
+
+    @torch.jit.export
+    def keep_queries(self, keep: bool) -> None:
+        """Whether the plain cache keeps the queries too, for `captured`. It does not unless asked: they are more than the keys."""
+        for layer in self.layers:
+            layer.keep_queries = keep
+
+    @torch.jit.export
+    def captured(self) -> List[Tuple[Tensor, Tensor, Tensor]]:
+        """Of every layer q [B, Hq, T, D], k and v [B, Hkv, T, D] of the tokens in the plain cache, after RoPE."""
+        tensors: List[Tuple[Tensor, Tensor, Tensor]] = []
+        for layer in self.layers:
+            n = layer.exact_length
+            tensors.append((layer.queries, layer.exact_k[:, :, :n], layer.exact_v[:, :, :n]))
+        return tensors
 
     @torch.jit.export
     def clear_caches(self) -> None:
@@ -426,6 +457,7 @@ class SmolLM2(nn.Module):
         for layer in self.layers:
             layer.exact_k, layer.exact_v = torch.zeros(0), torch.zeros(0)
             layer.exact_length = 0
+            layer.queries = torch.zeros(0)
             for cache in layer.caches:
                 cache.reset()
 
@@ -439,6 +471,8 @@ class SmolLM2(nn.Module):
         """Keeps the first n tokens of the plain cache."""
         for layer in self.layers:
             layer.exact_length = min(n, layer.exact_length)
+            if layer.keep_queries:
+                layer.queries = layer.queries[:, :, : layer.exact_length]
 
     @torch.jit.export
     def nbytes(self, lane: int) -> int:

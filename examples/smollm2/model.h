@@ -1,11 +1,13 @@
-// The exported SmolLM2 as a C++ object: a TorchScript module, its tokeniser and its evaluation text. Nothing here knows
-// Kivi: the caches live in the module, which calls them as torch.classes.kivi.KVCache.
+// The exported SmolLM2 as a C++ object: a TorchScript module, its tokeniser and its evaluation text. Of Kivi only the
+// options are known here: the caches live in the module, which calls them as torch.classes.kivi.KVCache.
 #pragma once
 
+#include <kivi/calibration.h>
 #include <torch/script.h>
 
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "tokenizer.h"
@@ -29,9 +31,13 @@ struct CacheConfig {
   bool corrections = false;  // of the bias of K and the gain of V
   bool wide_search = false;  // of V
   std::string precision = "fast";
+  std::vector<kivi::CacheOptions> layers;  // of a calibration: the options of each layer, which count instead
 
-  bool exact() const { return k_bits == 0 && recipe.empty(); }
+  bool exact() const { return k_bits == 0 && recipe.empty() && layers.empty(); }
 };
+
+// The same for one layer.
+kivi::CacheOptions cache_options(const CacheConfig& config, int64_t num_kv_heads, int64_t head_dim);
 
 constexpr int64_t kExactLane = -1;
 
@@ -45,7 +51,7 @@ class Model {
   const std::string& eval_python() const { return eval_python_; }
   int64_t context_length() const { return context_length_; }
 
-  // Adds a cache to every layer and returns its lane.
+  // Adds a cache to every layer and returns its lane. Throws c10::Error if a calibration is not for such a model.
   int64_t add_cache(const CacheConfig& config);
   void clear_caches() { call("clear_caches"); }
   void use(const std::vector<int64_t>& lanes, bool append_first) { call("use", lanes, append_first); }
@@ -56,6 +62,11 @@ class Model {
   int64_t nbytes(int64_t lane) { return call("nbytes", lane).toInt(); }
   double bits_per_element(int64_t lane) { return call("bits_per_element", lane).toDouble(); }
   int64_t quantized_length(int64_t lane) { return call("quantized_length", lane).toInt(); }
+
+  // From here on the exact lane keeps its queries too. What it holds, layer by layer: q [B, Hq, T, D], k and v
+  // [B, Hkv, T, D], after RoPE.
+  void keep_queries(bool keep) { call("keep_queries", keep); }
+  std::vector<std::tuple<at::Tensor, at::Tensor, at::Tensor>> captured();
 
   // ids [B, T] at positions start, start + 1, ...: logits of the last token, [lanes * B, vocabulary].
   at::Tensor forward(const at::Tensor& ids, int64_t start);

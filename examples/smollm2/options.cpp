@@ -9,7 +9,6 @@
 #include "measure.h"
 
 namespace smollm2 {
-namespace {
 
 std::vector<std::string> split(const std::string& list) {
   std::vector<std::string> parts;
@@ -31,10 +30,18 @@ int64_t integer(const std::string& option, const std::string& text, int64_t leas
   return value;
 }
 
-// A recipe, or bits with options beyond them: "near-lossless", "K4V2", "K2V2+search", "K4V4+float8+token+rotated".
-CacheConfig cache_config(const std::string& text) {
+CacheConfig cache_config(const std::string& option, const std::string& text) {
   CacheConfig config;
   config.name = text;
+  if (text.size() > 5 && text.compare(text.size() - 5, 5, ".json") == 0) {
+    config.layers = kivi::load_calibration(text);
+    config.name = text.substr(text.rfind('/') + 1);
+    config.group_size = config.layers[0].group_size;  // for those who print them
+    config.residual_length = config.layers[0].residual_length;
+    config.sink_length = config.layers[0].sink_length;
+    config.precision = config.layers[0].precision;
+    return config;
+  }
   const std::string bits = text.substr(0, text.find('+'));
   const auto known = [](char c) { return c == '1' || c == '2' || c == '3' || c == '4' || c == '8'; };
   if (bits.size() != 4 || bits[0] != 'K' || bits[2] != 'V' || !known(bits[1]) || !known(bits[3])) {
@@ -42,8 +49,8 @@ CacheConfig cache_config(const std::string& text) {
       config.recipe = text;  // kivi::KVCache knows the names
       return config;
     }
-    throw std::invalid_argument("--bits takes a list such as K8V8,K4V2,K2V2+search with 1, 2, 3, 4 or 8 bits, got '" +
-                                text + "'");
+    throw std::invalid_argument(
+        option + " takes a list such as K8V8,K4V2,K2V2+search with 1, 2, 3, 4 or 8 bits, got '" + text + "'");
   }
   config.k_bits = bits[1] - '0';
   config.v_bits = bits[3] - '0';
@@ -59,15 +66,13 @@ CacheConfig cache_config(const std::string& text) {
     const auto found = features.find(feature);
     if (found == features.end()) {
       throw std::invalid_argument(
-          "--bits knows +search, +wide, +float8, +float32, +token, +rotated and +corrected, got '+" + feature + "'");
+          option + " knows +search, +wide, +float8, +float32, +token, +rotated and +corrected, got '+" + feature + "'");
     }
     found->second();
     at = end;
   }
   return config;
 }
-
-}  // namespace
 
 std::string usage() {
   return R"(Usage: smollm2 [options]
@@ -81,7 +86,8 @@ each generates, the bytes of its cache, its speed, and its perplexity on a text.
   --bits LIST          caches to compare with fp32 (default K8V8,K4V4,K4V2,K2V2). K4V2 = 4-bit keys and 2-bit values;
                        K2V2+search = with range search for this cache; also +float8 scales, one symmetric group of V
                        for each +token, +rotated V, +corrected K and V, +wide range search of V; or a recipe such as
-                       near-lossless
+                       near-lossless; or a file of kivi_calibrate, such as calibrated.json, with options for each layer
+                       (its name ends in .json; --group-size, --residual, --sink and --precision do not touch it)
   --context LIST       contexts for speed and bytes (default 512 and the longest that the model takes, 8192)
   --windows N          windows of 1024 scored tokens for the perplexity, 1 to 4 (default 1)
 
@@ -206,7 +212,11 @@ Options parse_options(int argc, char** argv) {
   }
   for (const std::string& part : split(bits)) {
     if (part == "fp32") continue;  // it is always there
-    CacheConfig config = cache_config(part);
+    CacheConfig config = cache_config("--bits", part);
+    if (!config.layers.empty()) {
+      options.caches.push_back(config);
+      continue;
+    }
     config.range_search |= common.range_search && config.recipe.empty();
     config.group_size = common.group_size;
     config.residual_length = common.residual_length;

@@ -27,7 +27,13 @@ struct Options {
   bool help = false;
 };
 
-// Throws std::invalid_argument with a sentence that names the option.
+// A recipe, or bits with options beyond them: "near-lossless", "K4V2", "K2V2+search", "K4V4+float8+token+rotated"; or
+// the file of a calibration, "calibrated.json". `option` is what errors name.
+CacheConfig cache_config(const std::string& option, const std::string& text);
+std::vector<std::string> split(const std::string& list);  // at its commas
+int64_t integer(const std::string& option, const std::string& text, int64_t least, int64_t most);
+
+// These throw std::invalid_argument with a sentence that names the option.
 Options parse_options(int argc, char** argv);
 std::string usage();
 

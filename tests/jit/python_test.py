@@ -4,6 +4,7 @@ with tokens of changing number, scripting, pickling. Run as: python python_test.
 
 import copy
 import io
+import json
 import sys
 import unittest
 
@@ -119,6 +120,32 @@ class Class(unittest.TestCase):
                 torch.jit.save(scripted, file)
                 file.seek(0)
                 scripted = torch.jit.load(file)
+
+    def test_options_of_a_calibration(self):
+        file = json.loads("""{"version": 1, "budget": 3.0, "mean_bits": 2.875, "layers": [
+            {"layer": 0, "num_kv_heads": 2, "head_dim": 32, "options": {"value_head_dim": 32, "k_bits": 4, "group_size": 16,
+             "residual_length": 8, "scale_dtype": "float8", "k_search": [0.98], "v_search": [], "v_group_size": 32,
+             "v_symmetric": true, "k_classes": []}},
+            {"layer": 1, "num_kv_heads": 2, "head_dim": 32, "options": {"group_size": 16, "residual_length": 8,
+             "k_classes": [16, 8, 16, 2]}}]}""")
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.caches = [torch.classes.kivi.KVCache(layer["num_kv_heads"], layer["head_dim"], **layer["options"])
+                               for layer in file["layers"]]
+
+            def forward(self, q, k, v):
+                for cache in self.caches:
+                    q = cache.forward(q, k, v)
+                return q, [cache.bits_per_element() for cache in self.caches]
+
+        q, k, v = (randn(1, h, 50, 32, seed=h) for h in (4, 2, 2))
+        want, bits = Model()(q, k, v)
+        got, scripted_bits = torch.jit.script(Model())(q, k, v)
+        self.assertTrue(torch.equal(got, want))
+        self.assertEqual(bits, scripted_bits)
+        self.assertNotEqual(bits[0], bits[1])
 
 
 class Operators(unittest.TestCase):
