@@ -66,6 +66,8 @@ void check_layers(const std::vector<LayerCalibration>& layers) {
     TORCH_CHECK_VALUE(!candidates.empty() && candidates.size() <= std::numeric_limits<uint8_t>::max(), "layers[", l,
                       "] must have 1 to ", int{std::numeric_limits<uint8_t>::max()}, " candidates, got ",
                       candidates.size());
+    TORCH_CHECK_VALUE(std::isfinite(layers[l].weight) && layers[l].weight >= 0, "layers[", l,
+                      "] must have a finite weight of 0 or more, got ", layers[l].weight);
     TORCH_CHECK_VALUE(numbers_of(candidates[0].options) > 0, "layers[", l, "]: candidate \"", candidates[0].name,
                       "\" has num_kv_heads ", candidates[0].options.num_kv_heads, " and head_dim ",
                       candidates[0].options.head_dim, "; measure_layer sets them");
@@ -146,7 +148,7 @@ void choose_candidates(std::vector<LayerCalibration>& layers, double budget) {
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return extra[l][a] < extra[l][b]; });
     std::fill(next.begin(), next.end(), std::numeric_limits<double>::infinity());
     for (const size_t c : order) {
-      const double error = layers[l].candidates[c].error;
+      const double error = layers[l].weight * layers[l].candidates[c].error;
       for (auto from = static_cast<size_t>(extra[l][c] / unit), u = from; u <= units; u++) {
         const double sum = best[u - from] + error;
         if (sum < next[u]) next[u] = sum, with[l][u] = static_cast<uint8_t>(c);

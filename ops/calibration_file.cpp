@@ -71,6 +71,7 @@ Json json_of(const LayerCalibration& layer) {
           {"num_kv_heads", chosen.options.num_kv_heads},
           {"head_dim", chosen.options.head_dim},
           {"options", keyword_arguments(chosen.options)},
+          {"weight", layer.weight},
           {"chosen", cost_of(chosen)},
           {"candidates", candidates}};
 }
@@ -168,10 +169,13 @@ void check_cost(const Entry& cost) {
 }
 
 CacheOptions read_layer(const Entry& layer) {
-  layer.check_object({"layer", "num_kv_heads", "head_dim", "options", "chosen", "candidates"});
+  layer.check_object({"layer", "num_kv_heads", "head_dim", "options", "weight", "chosen", "candidates"});
   int64_t number = 0;
   layer.at("layer").read(number);
   layer.at("layer").check(number >= 0, "at least 0");
+  double weight = 0;
+  layer.at("weight").read(weight);
+  layer.at("weight").check(weight >= 0, "at least 0");
   check_cost(layer.at("chosen"));
   for (const Entry& candidate : layer.at("candidates").list()) check_cost(candidate);
 

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
@@ -12,12 +13,14 @@
 #include <functional>
 #include <iostream>
 #include <map>
+#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "measure.h"
 #include "model.h"
 #include "options.h"
 #include "plot.h"
@@ -33,6 +36,8 @@ mean bits stay within a budget. Prints the choice and, with --out, writes it.
   --model FILE       the model that the demo exports (default: smollm2.pt beside this program)
   --text FILE        the text to calibrate on (default: the evaluation text of the model file)
   --tokens N         tokens of the text (default 2048)
+  --unweighted       count the errors of all layers alike. Without it, each layer's are weighted with what they do to the
+                     predictions of the model (two windows of 2048 tokens; some minutes)
   --capture FILE     queries, keys and values of any model instead: a dict saved with torch.save, with the keys
                      l<N>.q [B, Hq, T, D], l<N>.k and l<N>.v [B, Hkv, T, D], after RoPE, for each layer N
 
@@ -56,8 +61,11 @@ struct Options {
   std::string candidates = "kivi,compact,balanced,quality,near-lossless,K8V8,K4V4,K4V2";
   int64_t tokens = 2048, group_size = 32, residual_length = 32, sink_length = 4, threads = 0;
   double budget = 2.75;
+  bool unweighted = false;
   bool help = false;
 };
+
+constexpr int64_t kWeighed = 2;  // windows of the text with which layers are weighed
 
 using Layers = std::vector<kivi::LayerCalibration>;
 struct Captured {
@@ -109,6 +117,10 @@ Options parse_options(int argc, char** argv) {
     if (option == "--help" || option == "-h") {
       options.help = true;
       return options;
+    }
+    if (option == "--unweighted") {
+      options.unweighted = true;
+      continue;
     }
     const std::size_t equals = option.find('=');  // --name=value as well as --name value
     const bool joined = equals != std::string::npos;
@@ -184,7 +196,13 @@ std::vector<Captured> read_capture(const std::string& file) {
   return layers;
 }
 
-std::vector<Captured> run_model(const Options& options) {
+// The model of the demo and a text for it.
+struct Subject {
+  std::unique_ptr<smollm2::Model> model;
+  std::vector<int64_t> ids;
+};
+
+Subject load_model(const Options& options) {
   const std::string path = options.model.empty()
                                ? (std::filesystem::read_symlink("/proc/self/exe").parent_path() / "smollm2.pt").string()
                                : options.model;
@@ -194,17 +212,26 @@ std::vector<Captured> run_model(const Options& options) {
   }
   std::string text;
   if (!options.text.empty()) text = read_file("--text", options.text);
-  smollm2::Model model(path);
+  Subject subject{std::make_unique<smollm2::Model>(path), {}};
+  smollm2::Model& model = *subject.model;
   if (options.tokens > model.context_length()) {
     throw std::invalid_argument("--tokens is at most the context of the model, " +
                                 std::to_string(model.context_length()) + ", got " + std::to_string(options.tokens));
   }
-  const std::vector<int64_t> ids = model.tokenizer().encode(options.text.empty() ? model.eval_text() : text, false);
-  if (static_cast<int64_t>(ids.size()) < options.tokens) {
-    throw std::invalid_argument("--tokens is " + std::to_string(options.tokens) + ", but the text has " +
-                                std::to_string(ids.size()) + " tokens");
+  subject.ids = model.tokenizer().encode(options.text.empty() ? model.eval_text() : text, false);
+  const int64_t needed =
+      options.unweighted ? options.tokens : std::max(options.tokens, kWeighed * smollm2::kWindow + 1);
+  if (static_cast<int64_t>(subject.ids.size()) < needed) {
+    throw std::invalid_argument("the text has " + std::to_string(subject.ids.size()) + " tokens, but " +
+                                std::to_string(needed) + " are needed for --tokens " + std::to_string(options.tokens) +
+                                (options.unweighted ? "" : " and the weights of the layers (see --unweighted)"));
   }
-  const at::Tensor all = torch::tensor(ids, at::kLong).narrow(0, 0, options.tokens).unsqueeze(0);
+  return subject;
+}
+
+std::vector<Captured> run_model(const Options& options, const Subject& subject) {
+  smollm2::Model& model = *subject.model;
+  const at::Tensor all = torch::tensor(subject.ids, at::kLong).narrow(0, 0, options.tokens).unsqueeze(0);
   smollm2::Progress progress("  running the model", options.tokens);
   model.keep_queries(true);
   model.use({smollm2::kExactLane}, false);
@@ -215,26 +242,62 @@ std::vector<Captured> run_model(const Options& options) {
   }
   std::vector<Captured> layers;
   for (const auto& [q, k, v] : model.captured()) layers.push_back({static_cast<int64_t>(layers.size()), q, k, v});
+  model.keep_queries(false);
+  model.clear_caches();
   return layers;
 }
 
 double sum_of_errors(const Layers& layers) {
   double sum = 0;
-  for (const auto& layer : layers) sum += layer.candidates[static_cast<std::size_t>(layer.chosen)].error;
+  for (const auto& layer : layers) {
+    sum += layer.weight * layer.candidates[static_cast<std::size_t>(layer.chosen)].error;
+  }
   return sum;
 }
 
-void print_line(const std::string& first, const std::string& name, double bits, double error) {
-  std::printf("%-10s  %-50s  %6.3f  %10.3e\n", first.c_str(), name.c_str(), bits, error);
+// The weight of a layer: how far the model's predictions go from those of the exact cache when this layer alone takes a
+// coarse candidate, over the error of that candidate. The one is taken that, in all layers, comes closest to the
+// budget.
+void weigh(const Options& options, const Subject& subject, Layers& layers) {
+  std::size_t coarse = 0;
+  std::pair<double, double> least;
+  for (std::size_t c = 0; c < layers[0].candidates.size(); ++c) {
+    for (auto& layer : layers) layer.chosen = static_cast<int64_t>(c);
+    const std::pair<double, double> distance{std::abs(kivi::mean_bits(layers) - options.budget), sum_of_errors(layers)};
+    if (c == 0 || distance < least) coarse = c, least = distance;
+  }
+  std::vector<smollm2::CacheConfig> configs(1 + layers.size());
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    configs[1 + l].name = "layer " + std::to_string(layers[l].layer);
+    for (const auto& layer : layers) {  // 8 bits are exact enough, and take less memory than to keep all tokens exact
+      kivi::CacheOptions o = layer.candidates[coarse].options;
+      kivi::CacheOptions fine;
+      fine.num_kv_heads = o.num_kv_heads, fine.head_dim = o.head_dim, fine.value_head_dim = o.value_head_dim;
+      fine.k_bits = fine.v_bits = 8;
+      configs[1 + l].layers.push_back(fine);
+    }
+    configs[1 + l].layers[l] = layers[l].candidates[coarse].options;
+  }
+  const std::vector<smollm2::Quality> quality =
+      smollm2::measure_quality(subject.model.get(), configs, subject.ids, kWeighed);
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    layers[l].weight = quality[1 + l].mean_divergence() / std::max(layers[l].candidates[coarse].error, 1e-12);
+  }
+}
+
+void print_line(const std::string& first, const std::string& name, double bits, double error, double weight = -1) {
+  std::printf("%-10s  %-50s  %6.3f  %10.3e", first.c_str(), name.c_str(), bits, error);
+  if (weight >= 0) std::printf("  %10.3g", weight);
+  std::printf("\n");
 }
 
 void print_tables(const Layers& layers, double budget) {
-  std::printf("%-10s  %-50s  %6s  %10s\n", "layer", "cache", "bits", "error");
+  std::printf("%-10s  %-50s  %6s  %10s  %10s\n", "layer", "cache", "bits", "error", "weight");
   for (const auto& layer : layers) {
     const auto& c = layer.candidates[static_cast<std::size_t>(layer.chosen)];
-    print_line(std::to_string(layer.layer), c.name, c.bits, c.error);
+    print_line(std::to_string(layer.layer), c.name, c.bits, c.error, layer.weight);
   }
-  std::printf("\nMean bits and sum of the errors of all layers (budget: %g bits)\n", budget);
+  std::printf("\nMean bits and weighted sum of the errors of all layers (budget: %g bits)\n", budget);
   print_line("calibrated", "", kivi::mean_bits(layers), sum_of_errors(layers));
   Layers same = layers;
   for (std::size_t c = 0; c < layers[0].candidates.size(); ++c) {
@@ -243,7 +306,8 @@ void print_tables(const Layers& layers, double budget) {
   }
   std::printf(
       "\nbits: per number of K and V, scales and padding included. error: of the attention output, squares of the\n"
-      "differences over squares of the exact output, for the second half of the tokens.\n");
+      "differences over squares of the exact output, for the second half of the tokens. weight: divergence of the\n"
+      "predictions (nats) for an error of 1 in this layer.\n");
 }
 
 int run(const Options& options) {
@@ -260,7 +324,10 @@ int run(const Options& options) {
     }
   }
   if (!options.plot.empty()) check_gnuplot();
-  const std::vector<Captured> captured = options.capture.empty() ? run_model(options) : read_capture(options.capture);
+  Subject subject;
+  if (options.capture.empty()) subject = load_model(options);
+  const std::vector<Captured> captured =
+      options.capture.empty() ? run_model(options, subject) : read_capture(options.capture);
 
   Layers layers;
   {
@@ -273,6 +340,7 @@ int run(const Options& options) {
       progress.step(static_cast<int64_t>(layers.size()));
     }
   }
+  if (options.capture.empty() && !options.unweighted) weigh(options, subject, layers);
   kivi::choose_candidates(layers, options.budget);
   print_tables(layers, options.budget);
   if (!options.out.empty()) {

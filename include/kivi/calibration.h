@@ -33,6 +33,7 @@ struct LayerCandidate {
 struct LayerCalibration {
   int64_t layer = 0;  // its number in the model
   std::vector<LayerCandidate> candidates;
+  double weight = 1;   // of its errors: how much the model makes of them
   int64_t chosen = 0;  // which of them the layer gets
 };
 
@@ -46,17 +47,18 @@ KIVI_API LayerCalibration measure_layer(const at::Tensor& q, const at::Tensor& k
                                         std::vector<LayerCandidate> candidates);
 
 // Sets `chosen` of every layer: of all choices whose mean bits are at most `budget`, the one with the least sum of
-// errors. The mean is over all numbers of K and V, so layers with more or wider heads count for more. The choice is
-// exact (dynamic programming over the bits of a token) and always the same. A budget that no choice meets is an error
-// that says what the least one is.
+// errors times weights. The mean is over all numbers of K and V, so layers with more or wider heads count for more. The
+// choice is exact (dynamic programming over the bits of a token) and always the same. A budget that no choice meets is
+// an error that says what the least one is.
 KIVI_API void choose_candidates(std::vector<LayerCalibration>& layers, double budget);
 
 // Mean bits of the candidates chosen, over all numbers of K and V.
 KIVI_API double mean_bits(const std::vector<LayerCalibration>& layers);
 
 // Writes the choice as JSON: version, budget, mean_bits and layers; of each layer its number, num_kv_heads, head_dim,
-// `options` (the other keyword arguments of KVCache, what a recipe sets spelt out), the name, error and bits of what
-// was chosen, and name, error and bits of all candidates. A file of this name is replaced as a whole or not at all.
+// weight, `options` (the other keyword arguments of KVCache, what a recipe sets spelt out), the name, error and bits of
+// what was chosen, and name, error and bits of all candidates. A file of this name is replaced as a whole or not at
+// all.
 KIVI_API void save_calibration(const std::string& path, const std::vector<LayerCalibration>& layers, double budget);
 
 // The options of each layer from such a file, layer by layer. Anything that is not as save_calibration writes it is an

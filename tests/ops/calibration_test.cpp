@@ -85,6 +85,7 @@ std::vector<LayerCalibration> random_layers(std::mt19937& random, size_t layers,
   std::vector<LayerCalibration> all(layers);
   for (size_t l = 0; l < layers; l++) {
     all[l].candidates.resize(candidates);
+    if (random() % 2 == 0) all[l].weight = static_cast<double>(random() % 100) / 10;
     const int64_t heads = one_shape ? 2 : 1 + random() % 3, dim = one_shape ? 40 : 8 * (1 + random() % 9);
     for (LayerCandidate& c : all[l].candidates) {
       c.options.num_kv_heads = heads, c.options.head_dim = dim;
@@ -98,7 +99,7 @@ std::vector<LayerCalibration> random_layers(std::mt19937& random, size_t layers,
 
 double sum_of_errors(const std::vector<LayerCalibration>& layers) {
   double sum = 0;
-  for (const auto& layer : layers) sum += layer.candidates[static_cast<size_t>(layer.chosen)].error;
+  for (const auto& layer : layers) sum += layer.weight * layer.candidates[static_cast<size_t>(layer.chosen)].error;
   return sum;
 }
 
@@ -140,7 +141,7 @@ TEST(Calibration, ManyLayersAndTheEndsOfTheBudget) {
     double least = 0;
     for (auto& layer : layers) {
       double error = kInf;
-      for (const auto& c : layer.candidates) error = std::min(error, c.error);
+      for (const auto& c : layer.candidates) error = std::min(error, layer.weight * c.error);
       least += error;
     }
     choose_candidates(layers, 1e300);
@@ -175,6 +176,8 @@ TEST(Calibration, ChoicesAreChecked) {
   auto bad = good;
   bad[1].candidates.clear();
   expect_error([&] { choose(bad); }, {"layers[1]", "got 0"});
+  bad = good, bad[1].weight = -0.5;
+  expect_error([&] { choose_candidates(bad, 8); }, {"layers[1]", "weight", "-0.5"});
   bad = good, bad[1].candidates[2].error = kNan;
   expect_error([&] { choose(bad); }, {"layers[1]", "nan"});
   bad = good, bad[0].candidates[1].options.head_dim = 48;
@@ -265,6 +268,7 @@ TEST_F(CalibrationFile, WhatIsMalformedIsRefused) {
   expect_refused("\"layer\":0", "\"layer\":-1", {"layers[0].layer", "-1"});
   expect_refused("\"layer\":4", "\"layer\":4.5", {"layers[1].layer must be a whole number", "4.5"});
   expect_refused("\"num_kv_heads\":2,", "", {"layers[0].num_kv_heads is missing"});
+  expect_refused("\"weight\":1.0", "\"weight\":-1.0", {"layers[0].weight must be at least 0", "-1.0"});
   expect_refused("\"num_kv_heads\":2", "\"num_kv_heads\":0", {"layers[0].options", "num_kv_heads", "0"});
   expect_refused("\"head_dim\":64", "\"head_dim\":99999999999999999999", {"layers[0].head_dim", "1e+20"});
   expect_refused("\"head_dim\":64", "\"head_dim\":18446744073709551615",
