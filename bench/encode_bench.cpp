@@ -127,23 +127,38 @@ struct RecordCase {
   int64_t bits;
   Element type;
   bool search;
+  std::string recipe;  // of those that README names; then `bits` are those of V
   Format format() const {
     Format f;
     f.num_kv_heads = kHeads, f.head_dim = f.value_head_dim = kDim, f.k_bits = f.v_bits = bits;
     f.group_size = kGroup, f.k_search = f.v_search = search ? kNarrowSearch : RangeSearch();
+    if (recipe.empty()) return f;
+    f.scale_type = ScaleType::kFloat8;
+    f.k_search = kRecipeKeySearch, f.v_search = recipe == "balanced" ? kRecipeGroupSearch : kRecipeTokenSearch;
+    f.k_bias_correction = f.v_gain_correction = f.v_rotated = true;
+    f.v_symmetric = recipe != "balanced";
+    f.v_group_size = f.v_symmetric ? kDim : 0;
+    if (bits == 4) return f;  // near-lossless
+    f.k_bits = 4;
+    for (const KeyClass& c : recipe == "quality" ? std::vector<KeyClass>{{32, 4}, {64, 3}, {32, 2}}
+                                                 : std::vector<KeyClass>{{32, 4}, {96, 2}}) {
+      f.key_classes[f.num_key_classes++] = c;
+    }
     return f;
   }
   std::string name(const char* what) const {
     const std::string b = std::to_string(bits);
-    return std::string(what) + "/K" + b + "V" + b + (search ? "_search" : "") + "/type:" + type_name(type) +
-           "/isa:" + kernels->name;
+    return std::string(what) + "/" + (recipe.empty() ? "K" + b + "V" + b + (search ? "_search" : "") : recipe) +
+           "/type:" + type_name(type) + "/isa:" + kernels->name;
   }
 };
 
 class Records {
  public:
   explicit Records(const RecordCase& c)
-      : format_(c.format()), layout_(record_layout(format_)), type_(c.type), groups_(tokens() / kGroup * kHeads) {}
+      : format_(c.format()), layout_(record_layout(format_)), type_(c.type), groups_(tokens() / kGroup * kHeads) {
+    for (int16_t i = 0; i < kDim; i++) order_[static_cast<size_t>(i * 37 % kDim)] = i;
+  }
 
   int64_t bytes() const { return groups_ * layout_.bytes; }
   bool encode(const Kernels& kernels, const Memory& k, const Memory& v, Memory& records) const {
@@ -151,7 +166,7 @@ class Records {
     for (int64_t g = 0; g < groups_; g++) {
       const int64_t from = g * kGroup * kDim;
       fits = kernels.encode({&format_, &layout_, at(k, type_, from), at(v, type_, from), kDim, kDim, type_,
-                             records.data() + g * layout_.bytes}) &&
+                             records.data() + g * layout_.bytes, order()}) &&
              fits;
     }
     return fits;
@@ -162,9 +177,22 @@ class Records {
     for (int64_t g = 0; g < groups_; g++) {
       const int64_t from = g * kGroup * kDim;
       kernels.decode({&format_, &layout_, records.data() + g * layout_.bytes, 0, kGroup, at(k, type_, from),
-                      at(v, type_, from), kDim, kDim, type_, stream});
+                      at(v, type_, from), kDim, kDim, type_, stream, order()});
     }
     cpu::flush_streams();
+  }
+  // The error of values that come back, over their size: of the one of K and V that is further off.
+  double relative_error(const Memory& k, const Memory& v, const Memory& k_back, const Memory& v_back) const {
+    double error[2] = {0, 0}, size[2] = {0, 0};
+    for (int64_t i = 0; i < elements(); i++) {
+      for (const int side : {0, 1}) {
+        const auto x = static_cast<double>(cpu::load_element((side == 0 ? k : v).data(), type_, i));
+        const auto y = static_cast<double>(cpu::load_element((side == 0 ? k_back : v_back).data(), type_, i));
+        error[side] += (x - y) * (x - y), size[side] += x * x;
+      }
+    }
+    const double worse = std::max(error[0] / size[0], error[1] / size[1]);
+    return error[0] + error[1] >= 0 ? std::sqrt(worse) : NAN;
   }
   // The largest error in steps of the group: keys have groups of 32 tokens, values of 32 channels.
   double largest_error(const Memory& k, const Memory& v, const Memory& k_back, const Memory& v_back) const {
@@ -180,15 +208,19 @@ class Records {
   }
 
  private:
+  const int16_t* order() const { return format_.num_key_classes == 0 ? nullptr : order_.data(); }
+
   Format format_;
   RecordLayout layout_;
   Element type_;
   int64_t groups_;
+  std::array<int16_t, kDim> order_;
 };
 
 // Rounding to the nearest code is half a step; scale and zero rounded to float16 add a few percent, values that come
 // back as bfloat16 2^-8 of their size; the search gives up the ends of the range.
 double error_limit(const RecordCase& c) {
+  if (!c.recipe.empty()) return c.bits == 2 ? 0.40 : c.bits == 3 ? 0.25 : 0.12;
   if (c.search) return 0.5 + 0.06 * static_cast<double>((1 << c.bits) - 1);
   return c.type == Element::kFloat32 ? 0.51 : 0.60;
 }
@@ -202,7 +234,7 @@ struct Reference {
     const Records r(c);
     r.encode(scalar, in.k[0], in.v[0], records);
     r.decode(scalar, records, k, v);
-    error = r.largest_error(in.k[0], in.v[0], k, v);
+    error = c.recipe.empty() ? r.largest_error(in.k[0], in.v[0], k, v) : r.relative_error(in.k[0], in.v[0], k, v);
   }
   std::string name;
   Memory records, k, v;
@@ -395,11 +427,11 @@ void run_dense(benchmark::State& state, Samples& samples, const DenseCase& c, bo
 
 // ---------------------------------------------------------------------------------------------- what there is
 
-void add_records(int64_t bits, Element type, bool search) {
+void add_records(int64_t bits, Element type, bool search, const std::string& recipe = "") {
   for (const Kernels* kernels : vector_kernels()) {
-    const RecordCase c{kernels, bits, type, search};
+    const RecordCase c{kernels, bits, type, search, recipe};
     add_benchmark(c.name("encode"), [c](benchmark::State& state, Samples& samples) { run_encode(state, samples, c); });
-    if (search) continue;  // comes back like any other
+    if (search || !recipe.empty()) continue;  // comes back like any other
     add_benchmark(c.name("decode"), [c](benchmark::State& state, Samples& samples) { run_decode(state, samples, c); });
   }
 }
@@ -421,6 +453,11 @@ void add_all() {
   }
   for (const int64_t bits : {3, 4}) add_records(bits, Element::kFloat32, false);
   add_records(2, Element::kFloat32, true);
+  for (const Element type : {Element::kBFloat16, Element::kFloat32}) {
+    for (const char* recipe : {"compact", "balanced"}) add_records(2, type, false, recipe);
+    add_records(3, type, false, "quality");
+    add_records(4, type, false, "near-lossless");
+  }
   for (const int64_t bits : {2, 4}) {
     for (const bool along_tokens : {false, true}) add_dense(bits, along_tokens);
   }

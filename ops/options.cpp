@@ -46,10 +46,10 @@ struct Recipe {
 
 constexpr Recipe kRecipes[] = {
     {"kivi", 2, 2, "float16", {}, {}, false, false, false},
-    {"compact", 2, 2, "float8", kNarrowSearch, kWideSearch, true, true, true, true},
-    {"balanced", 2, 2, "float8", kNarrowSearch, kWideSearch, true, false, true, true},
-    {"quality", 2, 3, "float8", kNarrowSearch, kWideSearch, true, true, true, true, true},
-    {"near-lossless", 4, 4, "float8", kNarrowSearch, kWideSearch, true, true, true},
+    {"compact", 2, 2, "float8", kRecipeKeySearch, kRecipeTokenSearch, true, true, true, true},
+    {"balanced", 2, 2, "float8", kRecipeKeySearch, kRecipeGroupSearch, true, false, true, true},
+    {"quality", 2, 3, "float8", kRecipeKeySearch, kRecipeTokenSearch, true, true, true, true, true},
+    {"near-lossless", 4, 4, "float8", kRecipeKeySearch, kRecipeTokenSearch, true, true, true},
 };
 
 // The classes of a recipe for a head of `dim` channels: shares of it, in whole units of the classes.

@@ -33,7 +33,9 @@ enum class Isa : uint8_t { kScalar, kNeon, kAvx2, kAvx512, kAvx512Vnni };
 //                 stored again, with mx and mc the means of x and of the codes (symmetric: 0 and the middle code)
 //   search        all of it for each part of the range, (hi - lo) * r around the same middle; the least sum of squared
 //                 errors wins, the first of equal ones
-// A correction, or a part, whose numbers do not fit the stored type is passed over.
+// A correction, or a part, whose numbers do not fit the stored type is passed over. With float8 or any of these options
+// codes are rint((x - zero) * (1 / scale)), and 0 where scale is below 2^-126. (In which order the sums are added is
+// written in reference_record.cpp.)
 struct EncodeParams {
   const Format* format;
   const RecordLayout* layout;

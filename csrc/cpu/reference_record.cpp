@@ -1,6 +1,7 @@
 // The scalar kernels for records, written for reading: how scale and zero of a group are chosen (the definition is at
-// EncodeParams in kernels.h), encode and decode. fp32 arithmetic without fused operations: this file and the vector
-// kernels are compiled with -ffp-contract=off. Quantisation: KIVI (arXiv 2402.02750), section 3.
+// EncodeParams in kernels.h), encode and decode. fp32 arithmetic, fused only where fma is written: this file and the
+// vector kernels are compiled with -ffp-contract=off. Quantisation: KIVI (arXiv 2402.02750), section 3.
+#include <cfloat>
 #include <cstring>
 #include <vector>
 
@@ -30,6 +31,10 @@ struct GroupRules {
   const RangeSearch* search;
 
   float top() const { return top_code(bits); }
+  // The range itself in float16 or float32: what KIVI defines.
+  bool plain() const {
+    return narrow(type) != ScaleType::kFloat8 && !symmetric && !bias && !gain && search->count == 0;
+  }
 };
 
 // A quantizer that makes codes, and what is stored of it. They differ after a correction, which keeps the codes.
@@ -39,11 +44,15 @@ struct Choice {
   bool fits = true;           // both fit the type that they are rounded to; always so for float32
 };
 
+// 0 for scales so small that 1 / scale might overflow: such groups are neither searched nor corrected, and their codes
+// are 0.
+float inverse(float scale) { return scale >= FLT_MIN ? 1.0f / scale : 0.0f; }
+
 // The stored scale of a group whose zero is to be about `zero`.
 float stored_scale(const GroupRules& g, float scale, float zero, bool* fits) {
   const ScaleType type = narrow(g.type);
   if (type == ScaleType::kFloat8 && !g.symmetric) {
-    scale = std::max(scale, std::fabs(zero) / 127.5f * zero_steps(g.bits));  // or the zero would be out of reach
+    scale = std::max(scale, std::fabs(zero) * (zero_steps(g.bits) / 127.5f));  // or the zero would be out of reach
   }
   const float rounded = through_narrow(scale, type);
   if (is_finite(rounded)) return rounded;
@@ -63,8 +72,7 @@ float stored_zero(const GroupRules& g, float scale, float zero, bool* fits) {
     return g.type == type ? rounded : zero;
   }
   if (!is_finite(through_float8(scale))) return zero;  // a scale out of range has been reported
-  if (!(scale > 0.0f)) return 0.0f;
-  const float steps = std::nearbyint(zero / scale * zero_steps(g.bits));
+  const float steps = std::nearbyint(zero * inverse(scale) * zero_steps(g.bits)) + 0.0f;  // no -0: bytes have none
   return float8_zero(std::min(std::max(steps, -127.0f), 127.0f), scale, g.bits);
 }
 
@@ -87,65 +95,104 @@ Choice choose_range(const GroupRules& g, const GroupRange& range, float factor) 
   return c;
 }
 
-// Moves the zero by the mean error.
-void correct_bias(const GroupRules& g, Choice& c) {
-  float sum = 0;
-  for (int64_t i = 0; i < g.x.count; i++) {
-    const float x = g.x[i];
-    sum += x - c.coder.value(c.coder.code(x));
-  }
-  bool fits = true;
-  const float zero = stored_zero(g, c.scale, c.zero + sum / static_cast<float>(g.x.count), &fits);
-  if (fits) c.zero = zero;
+float clamped(float position, float top) { return std::nearbyint(std::min(std::max(position, 0.0f), top)); }
+
+uint32_t code_of(const GroupRules& g, const Quantizer& q, float x) {
+  if (g.plain()) return q.code(x);
+  const float factor = inverse(q.scale);
+  return factor > 0.0f ? static_cast<uint32_t>(clamped((x - q.zero) * factor, g.top())) : 0;
 }
 
-// Scale and zero that give the values slope 1 on x, and x's mean; the scale by a factor of 2 at most.
-void correct_gain(const GroupRules& g, Choice& c) {
+// A choice, corrected if that is asked for, with the sum of the squared errors of what is then stored. One look at the
+// numbers gives sums from which the correction and the error follow.
+struct Trial {
+  Choice choice;
+  float error = 0;
+  bool valid = false;  // fits, and may win the search
+};
+
+// Without a correction, or with that of the bias, which moves the zero by the mean error. The sums are those of what
+// the codes leave.
+void measure_rest(const GroupRules& g, Trial& t) {
+  Choice& c = t.choice;
   const auto count = static_cast<float>(g.x.count);
-  float code_mean = 0.5f * g.top(), x_mean = 0;
-  if (!g.symmetric) {
-    float codes = 0, sum = 0;
-    for (int64_t i = 0; i < g.x.count; i++) {
-      const float x = g.x[i];
-      codes += static_cast<float>(c.coder.code(x));
-      sum += x;
+  const float factor = inverse(c.scale);
+  float sum = 0, square = 0;
+  for (int64_t i = 0; i < g.x.count; i++) {
+    const float distance = g.x[i] - c.zero;
+    const float rest = std::fma(-c.scale, clamped(distance * factor, g.top()), distance);
+    sum += rest;
+    square = std::fma(rest, rest, square);
+  }
+  t.error = square;
+  if (!g.bias || !t.valid) return;
+  const float wanted = c.zero + sum * (1.0f / count);
+  bool fits = is_finite(wanted);
+  const float zero = stored_zero(g, c.scale, wanted, &fits);
+  if (!fits) return;
+  const float moved = zero - c.zero;
+  t.error = square + moved * (count * moved - 2.0f * sum);
+  c.zero = zero;
+}
+
+// The numbers of a group around their mean; around 0 if V is symmetric.
+struct Centred {
+  float mean = 0, sum = 0, square = 0;
+
+  explicit Centred(const GroupRules& g) {
+    if (!g.symmetric) {
+      for (int64_t i = 0; i < g.x.count; i++) mean += g.x[i];
+      mean *= 1.0f / static_cast<float>(g.x.count);
     }
-    code_mean = codes / count;
-    x_mean = sum / count;
+    for (int64_t i = 0; i < g.x.count; i++) {
+      const float x = g.x[i] - mean;
+      sum += x;
+      square = std::fma(x, x, square);
+    }
   }
-  float both = 0, square = 0;
+};
+
+// With the correction of the gain: scale and zero that give the values slope 1 on x, and x's mean; the scale by a
+// factor of 2 at most. The sums are those of the codes.
+void measure_gain(const GroupRules& g, const Centred& x, Trial& t) {
+  Choice& c = t.choice;
+  const auto count = static_cast<float>(g.x.count);
+  const float factor = inverse(c.scale), shift = (x.mean - c.zero) * factor;
+  float codes = 0, squares = 0, products = 0;
   for (int64_t i = 0; i < g.x.count; i++) {
-    const float x = g.x[i], dx = x - x_mean, dc = static_cast<float>(c.coder.code(x)) - code_mean;
-    const float product = dc * dx, dxdx = dx * dx;
-    both += product;
-    square += dxdx;
+    const float distance = g.x[i] - x.mean;
+    const float code = clamped(std::fma(distance, factor, shift), g.top());
+    codes += code;
+    squares = std::fma(code, code, squares);
+    products = std::fma(code, distance, products);
   }
-  if (!(both > 0.0f)) return;
-  const float wanted = std::min(std::max(square / both, 0.5f * c.scale), 2.0f * c.scale);
-  bool fits = true;
-  const float scale = stored_scale(g, wanted, x_mean - wanted * code_mean, &fits);
-  const float zero = stored_zero(g, scale, x_mean - scale * code_mean, &fits);
-  if (fits) c.scale = scale, c.zero = zero;
+  // Around the mean of the codes, or the middle one.
+  const float middle = g.symmetric ? 0.5f * g.top() : codes * (1.0f / count);
+  const float spread = g.symmetric ? squares - g.top() * codes + count * (middle * middle) : squares - codes * middle;
+  const float both = products - middle * x.sum;
+  const float slope = x.square / both;
+  if (t.valid && slope > 0.0f && slope <= FLT_MAX) {
+    const float wanted = std::min(std::max(slope, 0.5f * c.scale), 2.0f * c.scale);
+    bool fits = true;
+    const float scale = stored_scale(g, wanted, x.mean - wanted * middle, &fits);
+    const float moved = x.mean - scale * middle;
+    const float zero = stored_zero(g, scale, moved, &fits);
+    if (fits && is_finite(moved)) c.scale = scale, c.zero = zero;
+  }
+  const float offset = (x.mean - c.zero) - c.scale * middle;
+  t.error = x.square + c.scale * (c.scale * spread - 2.0f * both) + count * (offset * offset);
 }
 
-// Of what is stored.
-float squared_error(const GroupRules& g, const Choice& c) {
-  const Quantizer stored{c.scale, c.zero, 0};
-  float sum = 0;
-  for (int64_t i = 0; i < g.x.count; i++) {
-    const float x = g.x[i];
-    const float error = x - stored.value(c.coder.code(x));
-    const float square = error * error;
-    sum += square;
+Trial try_range(const GroupRules& g, const GroupRange& range, const Centred& x, float factor) {
+  Trial t;
+  t.choice = choose_range(g, range, factor);
+  t.valid = t.choice.fits && t.choice.scale >= FLT_MIN;
+  if (g.gain) {
+    measure_gain(g, x, t);
+  } else {
+    measure_rest(g, t);
   }
-  return sum;
-}
-
-Choice choose_corrected(const GroupRules& g, const GroupRange& range, float factor) {
-  Choice c = choose_range(g, range, factor);
-  if (g.bias && c.fits) correct_bias(g, c);
-  if (g.gain && c.fits) correct_gain(g, c);
-  return c;
+  return t;
 }
 
 // `fits` is false where the format stores less than float32 and the plain range's scale or zero does not fit. In the
@@ -162,21 +209,22 @@ Choice choose_quantizer(const GroupRules& g) {
     best.zero = bits_float(kFloatNaN);
     return best;
   }
-  best = choose_corrected(g, range, 1.0f);
-  const bool plain_fits = best.fits;
-  if (g.search->count > 0) {
-    float least = squared_error(g, best);
+  if (!g.bias && !g.gain && g.search->count == 0) {  // nothing that would look at the numbers
+    best = choose_range(g, range, 1.0f);
+  } else {
+    const Centred x(g);
+    const Trial plain = try_range(g, range, x, 1.0f);
+    best = plain.choice;
+    float least = plain.error;
     for (int64_t i = 0; i < g.search->count; i++) {
-      const Choice other = choose_corrected(g, range, g.search->factor(i));
-      if (!other.fits) continue;
-      const float error = squared_error(g, other);
-      if (error < least) {
-        least = error;
-        best = other;
-      }
+      const Trial other = try_range(g, range, x, g.search->factor(i));
+      if (!other.valid || !(other.error < least)) continue;
+      least = other.error;
+      best = other.choice;
     }
+    best.fits = plain.choice.fits;
   }
-  best.fits = plain_fits || widened(g.type) == g.type;
+  best.fits = best.fits || widened(g.type) == g.type;
   return best;
 }
 
@@ -236,11 +284,12 @@ bool encode_keys(const EncodeParams& p) {
       const int64_t place = p.layout->key_classes[c].first + i;
       const int64_t channel = p.k_order != nullptr ? p.k_order[place] : place;
       const Strided x{advance(p.k, p.type, channel), p.type, p.k_token_stride, f.group_size};
-      const Choice choice = choose_quantizer(key_rules(f, x));
+      const GroupRules rules = key_rules(f, x);
+      const Choice choice = choose_quantizer(rules);
       fits &= choice.fits;
       store_group(layout, f.k_bits, p.record + layout.k_scale, p.record + layout.k_zero, i, choice);
       for (int64_t t = 0; t < f.group_size; t++) {
-        add_code(Side::kKey, layout, f.k_bits, p.record, t, i, choice.coder.code(x[t]));
+        add_code(Side::kKey, layout, f.k_bits, p.record, t, i, code_of(rules, choice.coder, x[t]));
       }
     }
   }
@@ -262,12 +311,13 @@ bool encode_values(const EncodeParams& p) {
     for (int64_t g = 0; g < layout.v_groups; g++) {
       const int64_t first = g * layout.v_group;
       const Strided x{advance(row.data, row.type, first), row.type, 1, std::min(layout.v_group, row.count - first)};
-      const Choice c = choose_quantizer(value_rules(f, x));
+      const GroupRules rules = value_rules(f, x);
+      const Choice c = choose_quantizer(rules);
       fits &= c.fits;
       store_group(layout, f.v_bits, p.record + layout.v_scale, f.v_symmetric ? nullptr : p.record + layout.v_zero,
                   g * f.group_size + t, c);
       for (int64_t i = 0; i < x.count; i++) {
-        add_code(Side::kValue, layout, f.v_bits, p.record, t, first + i, c.coder.code(x[i]));
+        add_code(Side::kValue, layout, f.v_bits, p.record, t, first + i, code_of(rules, c.coder, x[i]));
       }
     }
   }

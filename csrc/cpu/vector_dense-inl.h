@@ -35,7 +35,7 @@ HWY_INLINE void store_bytes(VU x, uint8_t* p) {
 
 HWY_INLINE Quantizers plain_quantizers(const Range& range, int64_t bits) {
   Chooser chooser(GroupRules{ScaleType::kFloat32, static_cast<int>(bits)});
-  const Choice c = chooser.choose<Element::kFloat32>(range, nullptr, 0, 0);
+  const Choice c = chooser.choose(range, nullptr, 0);
   return {c.scale, c.zero, c.coder.top};
 }
 

@@ -116,7 +116,7 @@ HWY_INLINE void store_key_words(const VU (&bytes)[kLineVectors], int64_t strip, 
 
 // The codes of 4 tokens (one per row) and 16 channels as bytes: each 16 bytes hold 4 channels of the tokens one after
 // another, the channels in the order 0 2 1 3.
-template <Element kType>
+template <Element kType, bool kDivide>
 HWY_INLINE void key_code_bytes(const StripRows& rows, int64_t token, int64_t fetch, const Quantizers (&q)[kLineVectors],
                                VF levels, VU (&bytes)[kLineVectors]) {
   alignas(16) static constexpr uint8_t kTurn[16] = {0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15};
@@ -125,7 +125,7 @@ HWY_INLINE void key_code_bytes(const StripRows& rows, int64_t token, int64_t fet
     VU c[4];
     for (int i = 0; i < 4; i++) {
       if (n == 0) fetch_line(rows.row(token + i), fetch);
-      c[i] = codes_of(load_as_float<kType>(rows.row(token + i), n * kLanes), q[n], levels);
+      c[i] = codes_of<kDivide>(load_as_float<kType>(rows.row(token + i), n * kLanes), q[n], levels);
     }
     const VU low = hn::Or(c[0], hn::ShiftLeft<8>(c[1]));
     const VU high = hn::Or(hn::ShiftLeft<16>(c[2]), hn::ShiftLeft<24>(c[3]));
@@ -134,14 +134,14 @@ HWY_INLINE void key_code_bytes(const StripRows& rows, int64_t token, int64_t fet
   }
 }
 
-template <Element kType, int kBits>
+template <Element kType, int kBits, bool kDivide>
 HWY_INLINE void encode_key_codes(const EncodeParams& p, int64_t strip, const StripRows& rows, int64_t fetch,
                                  const Quantizers (&q)[kLineVectors]) {
   const RecordLayout& layout = *p.layout;
   const VF levels = splat(static_cast<float>((1 << kBits) - 1));
   for (int64_t t = 0; t < p.format->group_size; t += 4) {
     VU bytes[kLineVectors];
-    key_code_bytes<kType>(rows, t, fetch, q, levels, bytes);
+    key_code_bytes<kType, kDivide>(rows, t, fetch, q, levels, bytes);
     const auto line_of = [&](int plane) {
       return p.record + layout.k_codes[plane] + t / kLine * layout.k_words[plane] * kLineBytes + t % kLine * 4;
     };
@@ -162,30 +162,40 @@ HWY_INLINE void encode_key_codes(const EncodeParams& p, int64_t strip, const Str
 template <Element kType, int kBits>
 HWY_INLINE void encode_key_strip(const EncodeParams& p, int64_t strip, const StripRows& rows, int64_t fetch,
                                  Chooser& chooser) {
-  constexpr int64_t kSize = element_bytes(kType);
   const RecordLayout& layout = *p.layout;
   const int64_t group = p.format->group_size;
   const ScaleKind kind = scale_kind(layout.scale_bytes);
   const ZeroRule rule(kBits);
   Range range[kLineVectors];
+  alignas(64) float numbers[kLineVectors][kMaxGroup * kLanes];  // for rules that look at them
+  const bool looked_at = chooser.rules.looks_at_numbers();
   for (int64_t t = 0; t < group; t++) {
-    for (int n = 0; n < kLineVectors; n++) widen(range[n], load_as_float<kType>(rows.row(t), n * kLanes));
+    for (int n = 0; n < kLineVectors; n++) {
+      const VF x = load_as_float<kType>(rows.row(t), n * kLanes);
+      widen(range[n], x);
+      if (looked_at) store_float(x, numbers[n] + t * kLanes);
+    }
   }
   Quantizers q[kLineVectors];
   for (int n = 0; n < kLineVectors; n++) {
-    const Choice c = chooser.choose<kType>(range[n], rows.data + n * kLanes * kSize, rows.stride / kSize, group);
+    const Choice c = chooser.choose(range[n], numbers[n], group);
     store_group(kind, p.record + layout.k_scale, p.record + layout.k_zero, rule, strip * kLine + n * kLanes, c.scale,
                 c.zero);
     q[n] = c.coder;
   }
-  encode_key_codes<kType, kBits>(p, strip, rows, fetch, q);
+  if (chooser.rules.plain()) {
+    encode_key_codes<kType, kBits, true>(p, strip, rows, fetch, q);
+  } else {
+    encode_key_codes<kType, kBits, false>(p, strip, rows, fetch, q);
+  }
 }
 
+// `buffered`: p.k are rows that were just written, so that nothing need be fetched.
 template <Element kType, int kBits>
-bool encode_keys(const EncodeParams& p) {
+bool encode_keys(const EncodeParams& p, bool buffered) {
   constexpr int64_t kSize = element_bytes(kType);
   const Format& f = *p.format;
-  const int64_t next = f.group_size * p.k_token_stride * kSize;
+  const int64_t next = buffered ? 0 : f.group_size * p.k_token_stride * kSize;
   Chooser chooser(GroupRules{f.scale_type, kBits, false, f.k_bias_correction, false, &f.k_search});
   for (int64_t strip = 0; strip < p.layout->k_channels / kLine; strip++) {
     StripRows rows{static_cast<const uint8_t*>(p.k) + strip * kLine * kSize, p.k_token_stride * kSize};
@@ -250,17 +260,43 @@ HWY_INLINE Range value_ranges(const StripRows* strips, int64_t count, int64_t to
   return {low, hn::Max(hn::Max(a, b), hn::Max(c, d))};
 }
 
-// For rules that look at the elements: those of a group with the token in the lane, [channel][kLanes].
+// Runs of 4 lanes, `stride` floats apart.
+HWY_INLINE void store_quads(VF x, float* out, int64_t stride) {
+  const hn::Full128<float> d4;
+#if HWY_TARGET == HWY_AVX3
+  const hn::Half<DF> d8;
+  const auto low = hn::LowerHalf(d8, x), high = hn::UpperHalf(d8, x);
+  hn::StoreU(hn::LowerHalf(d4, low), d4, out);
+  hn::StoreU(hn::UpperHalf(d4, low), d4, out + stride);
+  hn::StoreU(hn::LowerHalf(d4, high), d4, out + 2 * stride);
+  hn::StoreU(hn::UpperHalf(d4, high), d4, out + 3 * stride);
+#elif HWY_TARGET == HWY_AVX2
+  hn::StoreU(hn::LowerHalf(d4, x), d4, out);
+  hn::StoreU(hn::UpperHalf(d4, x), d4, out + stride);
+#else
+  hn::StoreU(x, d4, out);
+  (void)stride;
+#endif
+}
+
+// For rules that look at the numbers: those of a group with the token in the lane, [channels up to a line][kLanes].
 template <Element kType>
-void turn_values(const StripRows* strips, int64_t channels, int64_t token, float* turned) {
-  alignas(64) float row[kLine];
-  for (int64_t i = 0; i < kLanes; i++) {
-    for (int64_t first = 0; first < channels; first += kLine) {
+HWY_INLINE void turn_values(const StripRows* strips, int64_t channels, int64_t token, float* turned) {
+  for (int64_t first = 0; first < channels; first += kLine) {
+    for (int64_t i = 0; i < kLanes; i += 4) {
       for (int n = 0; n < kLineVectors; n++) {
-        store_float(load_as_float<kType>(strips[first / kLine].row(token + i), n * kLanes), row + n * kLanes);
+        const auto row = [&](int64_t t) {
+          return load_as_float<kType>(strips[first / kLine].row(token + i + t), n * kLanes);
+        };
+        const VF a = row(0), b = row(1), c = row(2), d = row(3);
+        const VF ac = hn::InterleaveLower(DF(), a, c), bd = hn::InterleaveLower(DF(), b, d);
+        const VF AC = hn::InterleaveUpper(DF(), a, c), BD = hn::InterleaveUpper(DF(), b, d);
+        float* const out = turned + (first + n * kLanes) * kLanes + i;  // channels 4 j, 4 j + 1, 4 j + 2, 4 j + 3
+        store_quads(hn::InterleaveLower(DF(), ac, bd), out, 4 * kLanes);
+        store_quads(hn::InterleaveUpper(DF(), ac, bd), out + kLanes, 4 * kLanes);
+        store_quads(hn::InterleaveLower(DF(), AC, BD), out + 2 * kLanes, 4 * kLanes);
+        store_quads(hn::InterleaveUpper(DF(), AC, BD), out + 3 * kLanes, 4 * kLanes);
       }
-      for (int64_t c = 0; c < std::min<int64_t>(kLine, channels - first); c++)
-        turned[(first + c) * kLanes + i] = row[c];
     }
   }
 }
@@ -278,8 +314,8 @@ HWY_INLINE void choose_value_scales(const EncodeParams& p, const StripRows* stri
     for (int64_t t = 0; t < group; t += kLanes) {
       const Range range = value_ranges<kType>(own, ceil_div(channels, kLine), t);
       alignas(64) float turned[kMaxHeadDim * kLanes];
-      if (!chooser.rules.plain()) turn_values<kType>(own, channels, t, turned);
-      const Choice c = chooser.choose<Element::kFloat32>(range, turned, kLanes, channels);
+      if (chooser.rules.looks_at_numbers()) turn_values<kType>(own, channels, t, turned);
+      const Choice c = chooser.choose(range, turned, channels);
       const int64_t at = g * group + t;
       hn::Store(c.coder.scale, DF(), scales.scale + at);
       hn::Store(c.coder.zero, DF(), scales.zero + at);
@@ -309,7 +345,7 @@ struct ValueWords {
 
 // The codes of 16 tokens from `token` on and kLanes channels, into words. Pairs of tokens stand in the two halves of a
 // word, the last pair on top: each step shifts what is there and adds a pair below it.
-template <Element kType, int kBits>
+template <Element kType, int kBits, bool kDivide>
 HWY_INLINE void encode_value_words(const StripRows& rows, int n, int64_t token, int64_t fetch,
                                    const ValueScales& scales, int64_t at, const ValueWords (&planes)[2]) {
   const VF levels = splat(static_cast<float>((1 << kBits) - 1));
@@ -322,7 +358,7 @@ HWY_INLINE void encode_value_words(const StripRows& rows, int n, int64_t token, 
       const Quantizers q{splat(scales.scale[at + t]), splat(scales.zero[at + t]), hn::Set(DU(), scales.top[at + t])};
       if (n == 0) fetch_line(rows.row(t), fetch);
       const VF x = load_as_float<kType>(rows.row(t), n * kLanes);
-      c[i] = codes_of(x, q, levels);
+      c[i] = codes_of<kDivide>(x, q, levels);
     }
     const VU both = hn::Or(c[0], hn::ShiftLeft<16>(c[1]));
     if constexpr (kBits == 3) {
@@ -349,7 +385,7 @@ HWY_INLINE void encode_value_words(const StripRows& rows, int n, int64_t token, 
 }
 
 template <Element kType, int kBits>
-bool encode_values(const EncodeParams& p) {
+bool encode_values(const EncodeParams& p, bool buffered) {
   constexpr int64_t kSize = element_bytes(kType);
   const Format& f = *p.format;
   const RecordLayout& layout = *p.layout;
@@ -369,7 +405,7 @@ bool encode_values(const EncodeParams& p) {
   for (int64_t s = 0; s < num_strips; s++) {
     const int64_t valid = s + 1 < num_strips ? kLine : last_valid;
     const int64_t at = s * kLine / layout.v_group * f.group_size;
-    const int64_t fetch = valid == kLine ? f.group_size * p.v_token_stride * kSize : 0;
+    const int64_t fetch = valid == kLine && !buffered ? f.group_size * p.v_token_stride * kSize : 0;
     for (int n = 0; n < kLineVectors; n++) {
       const auto existing = static_cast<size_t>(std::max<int64_t>(valid - n * kLanes, 0));
       const VU mask = hn::VecFromMask(DU(), hn::FirstN(DU(), existing));
@@ -377,7 +413,11 @@ bool encode_values(const EncodeParams& p) {
       const ValueWords planes[2] = {{line + layout.v_codes[0], num_strips * kLineBytes, mask},
                                     {line + layout.v_codes[1], num_strips * kLineBytes, mask}};
       for (int64_t t = 0; t < f.group_size; t += kLine) {
-        encode_value_words<kType, kBits>(strips[s], n, t, fetch, scales, at, planes);
+        if (chooser.rules.plain()) {
+          encode_value_words<kType, kBits, true>(strips[s], n, t, fetch, scales, at, planes);
+        } else {
+          encode_value_words<kType, kBits, false>(strips[s], n, t, fetch, scales, at, planes);
+        }
       }
     }
   }
@@ -387,34 +427,101 @@ bool encode_values(const EncodeParams& p) {
 // ---------------------------------------------------------------------------------------------- the whole record
 
 template <Element kType>
-bool encode_keys_of_bits(const EncodeParams& p) {
+bool encode_keys_of_bits(const EncodeParams& p, bool buffered) {
   switch (p.format->k_bits) {
     case 1:
-      return encode_keys<kType, 1>(p);
+      return encode_keys<kType, 1>(p, buffered);
     case 2:
-      return encode_keys<kType, 2>(p);
+      return encode_keys<kType, 2>(p, buffered);
     case 3:
-      return encode_keys<kType, 3>(p);
+      return encode_keys<kType, 3>(p, buffered);
     case 4:
-      return encode_keys<kType, 4>(p);
+      return encode_keys<kType, 4>(p, buffered);
     default:
-      return encode_keys<kType, 8>(p);
+      return encode_keys<kType, 8>(p, buffered);
   }
 }
 
 template <Element kType>
-bool encode_values_of_bits(const EncodeParams& p) {
+bool encode_values_of_bits(const EncodeParams& p, bool buffered) {
   switch (p.format->v_bits) {
     case 1:
-      return encode_values<kType, 1>(p);
+      return encode_values<kType, 1>(p, buffered);
     case 2:
-      return encode_values<kType, 2>(p);
+      return encode_values<kType, 2>(p, buffered);
     case 3:
-      return encode_values<kType, 3>(p);
+      return encode_values<kType, 3>(p, buffered);
     case 4:
-      return encode_values<kType, 4>(p);
+      return encode_values<kType, 4>(p, buffered);
     default:
-      return encode_values<kType, 8>(p);
+      return encode_values<kType, 8>(p, buffered);
+  }
+}
+
+#if HWY_TARGET == HWY_AVX3
+HWY_INLINE __m512i pick(__m512i low, __m512i high, __m512i index, uint32_t) {
+  return _mm512_permutex2var_epi32(low, index, high);
+}
+HWY_INLINE __m512i pick(__m512i low, __m512i high, __m512i index, uint16_t) {
+  return _mm512_permutex2var_epi16(low, index, high);
+}
+
+// order_rows for rows of kPairs pairs of vectors: a permutation picks from a pair, and the lanes are kept that it has.
+template <int kPairs, class Number>
+HWY_INLINE void order_pairs(const Number* rows, int64_t row_stride, const int16_t* order, int64_t count, Number* out,
+                            int64_t out_stride) {
+  constexpr bool kWide = sizeof(Number) == 4;
+  constexpr int64_t kPick = 64 / static_cast<int64_t>(sizeof(Number));  // numbers in a vector
+  const int64_t next = count * row_stride * static_cast<int64_t>(sizeof(Number));
+  for (int64_t i = 0; i < 2 * kPairs * kPick; i += kPick) {
+    const __m512i index = kWide ? _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(order + i)))
+                                : _mm512_loadu_si512(order + i);
+    __mmask64 here[kPairs];  // by byte
+    KIVI_UNROLL
+    for (int pair = 0; pair < kPairs; pair++) {
+      const __m512i of_lane = kWide ? _mm512_srli_epi32(index, 5) : _mm512_srli_epi16(index, 6);
+      here[pair] = kWide ? _mm512_cmpeq_epi32_mask(of_lane, _mm512_set1_epi32(pair))
+                         : _mm512_cmpeq_epi16_mask(of_lane, _mm512_set1_epi16(static_cast<int16_t>(pair)));
+    }
+    for (int64_t t = 0; t < count; t++) {
+      const Number* const row = rows + t * row_stride;
+      fetch_line(reinterpret_cast<const uint8_t*>(row + i), next);
+      __m512i picked = _mm512_setzero_si512();
+      KIVI_UNROLL
+      for (int pair = 0; pair < kPairs; pair++) {
+        const Number* const from = row + 2 * pair * kPick;
+        const __m512i found = pick(_mm512_loadu_si512(from), _mm512_loadu_si512(from + kPick), index, Number());
+        picked = kWide ? _mm512_mask_mov_epi32(picked, static_cast<__mmask16>(here[pair]), found)
+                       : _mm512_mask_mov_epi16(picked, static_cast<__mmask32>(here[pair]), found);
+      }
+      _mm512_storeu_si512(out + t * out_stride + i, picked);
+    }
+  }
+}
+#endif
+
+// Rows of `dim` numbers brought into an order: out[t][i] = rows[t][order[i]]. `count` is a multiple of 4; as many rows
+// after them are fetched.
+template <class Number>
+HWY_INLINE void order_rows(const Number* rows, int64_t row_stride, const int16_t* order, int64_t count, int64_t dim,
+                           Number* out, int64_t out_stride) {
+#if HWY_TARGET == HWY_AVX3
+  constexpr int64_t kPair = 128 / static_cast<int64_t>(sizeof(Number));
+  if (dim == kPair) return order_pairs<1>(rows, row_stride, order, count, out, out_stride);
+  if (dim == 2 * kPair) return order_pairs<2>(rows, row_stride, order, count, out, out_stride);
+  if (dim == 4 * kPair) return order_pairs<4>(rows, row_stride, order, count, out, out_stride);
+#endif
+  const int64_t next = count * row_stride * static_cast<int64_t>(sizeof(Number));
+  for (int64_t t = 0; t < count; t += 4) {  // an entry of the order serves four rows
+    const Number* const row = rows + t * row_stride;
+    Number* const ordered = out + t * out_stride;
+    for (int64_t i = 0; i < dim; i++) {
+      if (i % kLine == 0) {
+        for (int64_t j = 0; j < 4; j++) fetch_line(reinterpret_cast<const uint8_t*>(row + j * row_stride + i), next);
+      }
+      const int64_t d = order[i];
+      for (int64_t j = 0; j < 4; j++) ordered[j * out_stride + i] = row[j * row_stride + d];
+    }
   }
 }
 
@@ -426,11 +533,8 @@ HWY_NOINLINE bool encode_key_classes(const EncodeParams& p) {
   const int64_t dim = p.format->head_dim, stride = p.layout->k_channels;
   thread_local std::vector<Number> buffer;
   buffer.resize(static_cast<size_t>(p.format->group_size * stride));
-  for (int64_t t = 0; t < p.format->group_size; t++) {
-    const auto* const row = static_cast<const Number*>(p.k) + t * p.k_token_stride;
-    Number* const ordered = buffer.data() + t * stride;
-    for (int64_t i = 0; i < dim; i++) ordered[i] = row[p.k_order[i]];
-  }
+  order_rows(static_cast<const Number*>(p.k), p.k_token_stride, p.k_order, p.format->group_size, dim, buffer.data(),
+             stride);
   bool fit = true;
   for (int64_t c = 0; c < p.layout->num_key_classes; c++) {
     const Format format = key_class_format(*p.format, *p.layout, c);
@@ -440,7 +544,7 @@ HWY_NOINLINE bool encode_key_classes(const EncodeParams& p) {
     one.layout = &layout;
     one.k = reinterpret_cast<const uint8_t*>(buffer.data()) + p.layout->key_classes[c].first * kSize;
     one.k_token_stride = stride;
-    fit = encode_keys_of_bits<kType>(one) && fit;
+    fit = encode_keys_of_bits<kType>(one, true) && fit;
   }
   return fit;
 }
@@ -448,7 +552,9 @@ HWY_NOINLINE bool encode_key_classes(const EncodeParams& p) {
 // The values of a record in float32, rotated; rows are a multiple of a vector apart.
 template <Element kType>
 HWY_NOINLINE bool encode_rotated_values(const EncodeParams& p) {
+  constexpr int64_t kSize = element_bytes(kType);
   const int64_t dim = p.format->value_head_dim, stride = round_up(dim, kLine);
+  const int64_t next = p.format->group_size * p.v_token_stride * kSize;  // the group after this one is fetched
   thread_local std::vector<float> buffer;
   buffer.resize(static_cast<size_t>(p.format->group_size * stride));
   float* const rows = buffer.data();
@@ -456,7 +562,10 @@ HWY_NOINLINE bool encode_rotated_values(const EncodeParams& p) {
     float* const row = rows + t * stride;
     const int64_t at = t * p.v_token_stride;
     int64_t d = 0;
-    for (; d + kLanes <= dim; d += kLanes) store_float(load_as_float<kType>(p.v, at + d), row + d);
+    for (; d + kLanes <= dim; d += kLanes) {
+      if (d % kLine == 0) fetch_line(static_cast<const uint8_t*>(p.v) + (at + d) * kSize, next);
+      store_float(load_as_float<kType>(p.v, at + d), row + d);
+    }
     if (d < dim) store_float(load_tail<kType>(p.v, at + d, dim - d), row + d);
     rotate(row, dim, /*back=*/false);
   }
@@ -464,13 +573,14 @@ HWY_NOINLINE bool encode_rotated_values(const EncodeParams& p) {
   rotated.v = rows;
   rotated.v_token_stride = stride;
   rotated.type = Element::kFloat32;
-  return encode_values_of_bits<Element::kFloat32>(rotated);
+  return encode_values_of_bits<Element::kFloat32>(rotated, true);
 }
 
 template <Element kType>
 bool encode_as(const EncodeParams& p) {
-  const bool keys_fit = p.layout->num_key_classes > 1 ? encode_key_classes<kType>(p) : encode_keys_of_bits<kType>(p);
-  return (p.format->v_rotated ? encode_rotated_values<kType>(p) : encode_values_of_bits<kType>(p)) && keys_fit;
+  const bool keys_fit =
+      p.layout->num_key_classes > 1 ? encode_key_classes<kType>(p) : encode_keys_of_bits<kType>(p, false);
+  return (p.format->v_rotated ? encode_rotated_values<kType>(p) : encode_values_of_bits<kType>(p, false)) && keys_fit;
 }
 
 bool encode(const EncodeParams& p) {

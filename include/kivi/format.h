@@ -74,8 +74,12 @@ struct RangeSearch {
   }
   friend constexpr bool operator!=(const RangeSearch& a, const RangeSearch& b) { return !(a == b); }
 };
-inline constexpr RangeSearch kNarrowSearch{5, {980, 960, 940, 920, 900}};
-inline constexpr RangeSearch kWideSearch{10, {960, 920, 880, 840, 800, 760, 720, 680, 640, 600}};
+inline constexpr RangeSearch kNarrowSearch{5, {980, 960, 940, 920, 900}};  // range_search
+// Those of the recipes: of K, of V in groups, of V with one group a token. More parts give no better text
+// (SmolLM2-135M: 5 and 10 parts are within the noise of these) and take their time.
+inline constexpr RangeSearch kRecipeKeySearch{1, {940}};
+inline constexpr RangeSearch kRecipeGroupSearch{1, {760}};
+inline constexpr RangeSearch kRecipeTokenSearch{2, {840, 680}};
 
 // A class of key channels that share a width. A record holds the channels class by class, in an order that each row of
 // the batch and each kv head has for itself: number i of the order is the channel that stands in place i.

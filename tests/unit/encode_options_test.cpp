@@ -10,6 +10,14 @@
 namespace kivi::cpu {
 namespace {
 
+constexpr RangeSearch kWideSearch{10, {960, 920, 880, 840, 800, 760, 720, 680, 640, 600}};
+// Lists of K and V, of every length that falls differently into trials side by side.
+constexpr RangeSearch kSearches[][2] = {
+    {kNarrowSearch, kWideSearch},
+    {kRecipeKeySearch, kRecipeTokenSearch},
+    {{1, {900}}, {16, {1, 999, 998, 950, 900, 850, 800, 750, 700, 650, 600, 550, 500, 450, 400, 1000}}},
+    {{3, {700, 800, 900}}, {4, {1000, 930, 860, 790}}}};
+
 constexpr ScaleType kScaleTypes[] = {ScaleType::kFloat8, ScaleType::kFloat16, ScaleType::kFloat32, ScaleType::kWidened8,
                                      ScaleType::kWidened};
 
@@ -55,7 +63,8 @@ class EncodeOptions : public Encode {
     f.v_symmetric = (i & 4) != 0;
     f.v_rotated = (i & 8) != 0;
     if ((i & 16) != 0) f.v_group_size = round_up(f.value_head_dim, f.group_size);
-    if ((i & 32) != 0) f.k_search = kNarrowSearch, f.v_search = kWideSearch;
+    const auto& search = kSearches[(i + i / 4 + i / 16) % 4];
+    if ((i & 32) != 0) f.k_search = search[0], f.v_search = search[1];
     return f;
   }
 };
@@ -93,8 +102,11 @@ TEST_P(EncodeOptions, GroupsOfValues) {
 // Channels of K in classes of different widths, in any order.
 TEST_P(EncodeOptions, ClassesOfKeys) {
   const std::vector<std::vector<KeyClass>> lists = {
-      {{16, 4}, {48, 2}}, {{16, 4}, {32, 3}, {16, 2}}, {{16, 8}, {64, 1}},  {{32, 3}, {16, 4}, {32, 2}},
-      {{16, 4}, {4, 2}},  {{48, 2}, {16, 3}},          {{112, 2}, {16, 1}}, {{32, 1}, {32, 3}, {16, 8}, {17, 4}},
+      {{16, 4}, {48, 2}},  {{16, 4}, {32, 3}, {16, 2}},
+      {{16, 8}, {64, 1}},  {{32, 3}, {16, 4}, {32, 2}},
+      {{16, 4}, {4, 2}},   {{16, 4}, {16, 2}},
+      {{64, 4}, {192, 2}}, {{48, 2}, {16, 3}},
+      {{112, 2}, {16, 1}}, {{32, 1}, {32, 3}, {16, 8}, {17, 4}},
   };
   for (const auto& list : lists) {
     for (const int64_t group : kGroupSizes) {

@@ -52,7 +52,7 @@ inline float steps_of_zero(int bits) { return bits == 1 ? 16 : bits == 2 ? 8 : b
 
 inline float scale_for(const Rules& r, float scale, float zero, bool* fits) {
   if (is_byte(r.type) && !r.symmetric) {
-    const float least = std::fabs(zero) / 127.5f * steps_of_zero(r.bits);
+    const float least = std::fabs(zero) * (steps_of_zero(r.bits) / 127.5f);
     if (scale < least) scale = least;
   }
   return rounded(scale, r.type, fits);
@@ -63,9 +63,10 @@ inline float zero_for(const Rules& r, float scale, float zero, bool* fits) {
   if (!is_byte(r.type)) return rounded(zero, r.type, fits);
   if (!std::isfinite(to_float8(scale))) return zero;
   if (scale == 0) return 0;
-  float steps = std::rint(zero / scale * steps_of_zero(r.bits));
+  float steps = std::rint(zero * (1 / scale) * steps_of_zero(r.bits));
   if (steps > 127) steps = 127;
   if (steps < -127) steps = -127;
+  if (steps == 0) steps = 0;  // one sign of zero
   return steps * scale / steps_of_zero(r.bits);
 }
 
@@ -75,13 +76,21 @@ inline int code_for(float x, float scale, float zero, int top) {
   return position < 0 ? 0 : position > static_cast<float>(top) ? top : static_cast<int>(position);
 }
 
+// With any option beyond KIVI.
+inline int code_by_factor(float x, float scale, float zero, int top) {
+  if (!(scale >= std::numeric_limits<float>::min())) return 0;
+  const float position = std::rint((x - zero) * (1 / scale));
+  return position < 0 ? 0 : position > static_cast<float>(top) ? top : static_cast<int>(position);
+}
+
 inline float value_of(float scale, float zero, int code) {
   const float product = static_cast<float>(code) * scale;
   return zero + product;
 }
 
-// The group with the part r of its range.
-inline Group quantize_part(const std::vector<float>& x, const Rules& rules, float lo, float span, float r, bool* fits) {
+// The group with the part r of its range. `*error` is its squared error, `*normal` whether it may be corrected and win.
+inline Group quantize_part(const std::vector<float>& x, const Rules& rules, float lo, float span, float r, bool* fits,
+                           float* error, bool* normal) {
   const float levels = static_cast<float>((1 << rules.bits) - 1), count = static_cast<float>(x.size());
   const float width = span * r, margin = (span - width) * 0.5f;
   Group g;
@@ -94,37 +103,62 @@ inline Group quantize_part(const std::vector<float>& x, const Rules& rules, floa
     g.scale = scale_for(rules, width / levels, zero, fits);
   }
   g.zero = zero_for(rules, g.scale, zero, fits);
-  for (const float value : x) g.codes.push_back(code_for(value, g.scale, g.zero, (1 << rules.bits) - 1));
-  if (!*fits) return g;
-  bool corrected = true;
-  if (rules.bias) {
-    float sum = 0;
-    for (size_t i = 0; i < x.size(); i++) sum += x[i] - value_of(g.scale, g.zero, g.codes[i]);
-    const float moved = zero_for(rules, g.scale, g.zero + sum / count, &corrected);
-    if (corrected) g.zero = moved;
+  const bool plain = !is_byte(rules.type) && !rules.symmetric && !rules.bias && !rules.gain && rules.search.count == 0;
+  for (const float value : x) {
+    const int top = (1 << rules.bits) - 1;
+    g.codes.push_back(plain ? code_for(value, g.scale, g.zero, top) : code_by_factor(value, g.scale, g.zero, top));
   }
-  if (rules.gain) {
-    float x_mean = 0, code_mean = 0.5f * levels;
-    if (!rules.symmetric) {
-      float xs = 0, codes = 0;
-      for (size_t i = 0; i < x.size(); i++) xs += x[i], codes += static_cast<float>(g.codes[i]);
-      x_mean = xs / count, code_mean = codes / count;
+  *normal = g.scale >= std::numeric_limits<float>::min();
+  const float factor = *normal ? 1 / g.scale : 0;
+  const auto trial_code = [levels](float position) {
+    const float c = std::rint(position);
+    return c < 0 ? 0 : c > levels ? levels : c;
+  };
+  if (!rules.gain) {  // what the codes leave: e = x - zero - c * scale
+    float sum = 0, square = 0;
+    for (const float value : x) {
+      const float distance = value - g.zero;
+      const float e = std::fma(-g.scale, trial_code(distance * factor), distance);
+      sum += e;
+      square = std::fma(e, e, square);
     }
-    float both = 0, square = 0;
-    for (size_t i = 0; i < x.size(); i++) {
-      const float dx = x[i] - x_mean, dc = static_cast<float>(g.codes[i]) - code_mean;
-      const float product = dc * dx, dxdx = dx * dx;
-      both += product, square += dxdx;
+    *error = square;
+    if (rules.bias && *fits && *normal) {
+      const float moved = g.zero + sum * (1 / count);
+      bool good = std::isfinite(moved);
+      const float stored = zero_for(rules, g.scale, moved, &good);
+      const float by = stored - g.zero;
+      if (good) *error = square + by * (count * by - 2 * sum);  // sum (e - by)^2
+      if (good) g.zero = stored;
     }
-    if (both > 0) {
-      float wanted = square / both;
-      if (wanted < 0.5f * g.scale) wanted = 0.5f * g.scale;
-      if (wanted > 2.0f * g.scale) wanted = 2.0f * g.scale;
-      const float scale = scale_for(rules, wanted, x_mean - wanted * code_mean, &corrected);
-      const float moved = zero_for(rules, scale, x_mean - scale * code_mean, &corrected);
-      if (corrected) g.scale = scale, g.zero = moved;
-    }
+    return g;
   }
+  float mean = 0, sum = 0, square = 0, c1 = 0, c2 = 0, cx = 0;
+  if (!rules.symmetric) {
+    for (const float value : x) mean += value;
+    mean *= 1 / count;
+  }
+  for (const float value : x) sum += value - mean, square = std::fma(value - mean, value - mean, square);
+  for (const float value : x) {
+    const float c = trial_code(std::fma(value - mean, factor, (mean - g.zero) * factor));
+    c1 += c, c2 = std::fma(c, c, c2), cx = std::fma(c, value - mean, cx);
+  }
+  const float middle = rules.symmetric ? 0.5f * levels : c1 * (1 / count);
+  const float spread = rules.symmetric ? c2 - levels * c1 + count * (middle * middle) : c2 - c1 * middle;
+  const float both = cx - middle * sum;  // sum (c - middle)(x - mean)
+  if (*fits && *normal && square / both > 0 && std::isfinite(square / both)) {
+    float wanted = square / both;
+    if (wanted < 0.5f * g.scale) wanted = 0.5f * g.scale;
+    if (wanted > 2.0f * g.scale) wanted = 2.0f * g.scale;
+    bool good = true;
+    const float scale = scale_for(rules, wanted, mean - wanted * middle, &good);
+    const float moved = mean - scale * middle;
+    const float stored = zero_for(rules, scale, moved, &good);
+    if (good && std::isfinite(moved)) g.scale = scale, g.zero = stored;
+  }
+  // sum (x - mean - scale (c - middle) + offset)^2
+  const float offset = (mean - g.zero) - g.scale * middle;
+  *error = square + g.scale * (g.scale * spread - 2 * both) + count * (offset * offset);
   return g;
 }
 
@@ -154,18 +188,13 @@ inline Group quantize_group(const std::vector<float>& x, const Rules& rules) {
   }
   float best_error = 0;
   for (size_t i = 0; i < parts.size(); i++) {
-    bool fits = true;
-    Group g = quantize_part(x, rules, lo, span, parts[i], &fits);
+    bool fits = true, normal = true;
     float error = 0;
-    for (size_t e = 0; e < x.size(); e++) {
-      const float distance = x[e] - value_of(g.scale, g.zero, g.codes[e]);
-      const float square = distance * distance;
-      error += square;
-    }
+    Group g = quantize_part(x, rules, lo, span, parts[i], &fits, &error, &normal);
     g.fits = fits || is_wide(rules.type);
     if (i == 0) {
       best = g, best_error = error;
-    } else if (fits && error < best_error) {
+    } else if (fits && normal && error < best_error) {
       g.fits = best.fits;  // the plain range decides what is storable
       best = g, best_error = error;
     }
