@@ -44,7 +44,7 @@ struct EncodeParams {
   int64_t k_token_stride;  // elements
   int64_t v_token_stride;
   Element type;
-  uint8_t* record;                   // layout->bytes, 64-byte aligned; every byte is written
+  uint8_t* record;                   // layout->bytes, on record_alignment; every byte is written
   const int16_t* k_order = nullptr;  // with classes of keys: [head_dim], the channel in each place
 };
 

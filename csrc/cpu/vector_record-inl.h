@@ -585,7 +585,7 @@ bool encode_as(const EncodeParams& p) {
 
 bool encode(const EncodeParams& p) {
   const RecordLayout& r = *p.layout;
-  const auto clear = [&](int64_t from, int64_t to) {  // what a section leaves up to the next multiple of 64 bytes
+  const auto clear = [&](int64_t from, int64_t to) {  // what a section leaves up to where the next one starts
     std::memset(p.record + from, 0, static_cast<size_t>(to - from));
   };
   const int64_t k_bytes = r.k_channels * r.scale_bytes;

@@ -2,7 +2,7 @@
 // and the saved state. No torch header here. The method is KIVI (arXiv 2402.02750, section 3): keys are quantised per
 // channel along tokens, values per token along channels, asymmetrically between the minimum and the maximum of a group.
 //
-// Block record: `group_size` tokens of one kv head in one run of bytes, 64-byte aligned:
+// Block record: `group_size` tokens of one kv head in one run of bytes, 64-byte aligned (8-bit scales: 32):
 //
 //   K codes | K scale [D] | K zero [D] | V codes | V scale [ceil(Dv/Gv)][G] | V zero [ceil(Dv/Gv)][G]
 //
@@ -54,6 +54,9 @@ constexpr ScaleType narrow(ScaleType t) {
   return t == ScaleType::kWidened ? ScaleType::kFloat16 : t == ScaleType::kWidened8 ? ScaleType::kFloat8 : t;
 }
 constexpr int64_t scale_bytes(ScaleType t) { return t == ScaleType::kFloat8 ? 1 : t == ScaleType::kFloat16 ? 2 : 4; }
+// Records and their sections start on multiples of this many bytes. Sections of single bytes are so small that whole
+// lines would cost more than lines in two pieces: with 64 channels a sixteenth of a bit for every number.
+constexpr int64_t record_alignment(ScaleType t) { return t == ScaleType::kFloat8 ? kLineBytes / 2 : kLineBytes; }
 // kFloat8: steps of a zero in one scale. Fine steps at few bits, where the range is a few scales wide.
 constexpr float zero_steps(int64_t bits) { return bits == 8 ? 0.125f : static_cast<float>(1 << (5 - bits)); }
 
@@ -197,12 +200,13 @@ struct RecordLayout {
   int64_t v_codes[2] = {0, 0};      // plane p: lines [v_words[p]][v_channels / 16]
   int64_t v_scale = 0, v_zero = 0;  // [v_groups][G]; v_zero is empty if V is symmetric
   int64_t scale_bytes = 2;          // of one scale or zero: 1, 2 or 4
-  int64_t bytes = 0;                // of the whole record, a multiple of 64
+  int64_t bytes = 0;                // of the whole record, a multiple of record_alignment
 };
 
-// Needs a format that `format_error` accepts. Sections start on multiples of 64 bytes.
+// Needs a format that `format_error` accepts. Sections start on multiples of record_alignment.
 constexpr RecordLayout record_layout(const Format& f) {
   RecordLayout r;
+  const int64_t alignment = record_alignment(f.scale_type);
   r.scale_bytes = scale_bytes(f.scale_type);
   r.k_channels = round_up(f.head_dim, kLineLanes);
   r.v_channels = round_up(f.value_head_dim, kLineLanes);
@@ -228,18 +232,18 @@ constexpr RecordLayout record_layout(const Format& f) {
     r.k_codes[p] = r.key_classes[0].codes[p];
   }
   r.k_scale = at;
-  at += round_up(r.k_channels * r.scale_bytes, kLineBytes);
+  at += round_up(r.k_channels * r.scale_bytes, alignment);
   r.k_zero = at;
-  at += round_up(r.k_channels * r.scale_bytes, kLineBytes);
+  at += round_up(r.k_channels * r.scale_bytes, alignment);
   for (int p = 0; p < num_planes(f.v_bits); p++) {
     r.v_words[p] = ceil_div(f.group_size, codes_per_word(plane_bits(f.v_bits, p)));
     r.v_codes[p] = at;
     at += r.v_words[p] * (r.v_channels / kLineLanes) * kLineBytes;
   }
   r.v_scale = at;
-  at += round_up(r.v_groups * f.group_size * r.scale_bytes, kLineBytes);
+  at += round_up(r.v_groups * f.group_size * r.scale_bytes, alignment);
   r.v_zero = at;
-  if (!f.v_symmetric) at += round_up(r.v_groups * f.group_size * r.scale_bytes, kLineBytes);
+  if (!f.v_symmetric) at += round_up(r.v_groups * f.group_size * r.scale_bytes, alignment);
   r.bytes = at;
   return r;
 }
@@ -358,7 +362,7 @@ constexpr Format narrow_format(int64_t bits) {
   f.scale_type = ScaleType::kFloat8, f.v_group_size = 128, f.v_symmetric = true;
   return f;
 }
-static_assert(record_layout(narrow_format(4)).bytes == (64 + 64) * 32 + 128 + 128 + 64, "a byte a scale");
+static_assert(record_layout(narrow_format(4)).bytes == (64 + 64) * 32 + 128 + 128 + 32, "a byte a scale");
 }  // namespace detail
 
 }  // namespace kivi
