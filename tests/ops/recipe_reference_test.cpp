@@ -57,14 +57,28 @@ struct Data {
   std::string what;
 };
 
-// Two rows, two kv heads, four query heads. Outliers: channels of K and V that are 30 times as large as the others.
-Data make_data(int64_t dim, int64_t tokens, bool outliers) {
+// What is special about the data: nothing; channels of K and V that are 30 times as large as the others; means so far
+// from 0 that a float8 zero would be out of reach (in V the rotation spreads that of channel 0 over its block), a
+// channel of K that is constant, a token whose V is 0 and one whose V is constant.
+enum class Kind { kGaussian, kOutliers, kOffsets };
+constexpr Kind kKinds[] = {Kind::kGaussian, Kind::kOutliers, Kind::kOffsets};
+
+// Two rows, two kv heads, four query heads.
+Data make_data(int64_t dim, int64_t tokens, Kind kind) {
   Data d{randn({2, 4, tokens, dim}, 1), randn({2, 2, tokens, dim}, 2), randn({2, 2, tokens, dim}, 3), "Gaussian"};
-  if (outliers) {
+  if (kind == Kind::kOutliers) {
     d.k = outlier_keys({2, 2, tokens, dim}, 2);
     d.v.narrow(3, 5, 2) *= 30;
     d.q = unit_queries({2, 4, tokens, dim}, 1, 2.0);
     d.what = "outliers";
+  } else if (kind == Kind::kOffsets) {
+    d.k.narrow(3, 7, 4) += 40;
+    d.v.narrow(3, 0, 1) += 200;
+    d.k.select(3, 20).fill_(3.3);
+    d.v.select(2, 50).zero_();
+    d.v.select(2, 51).fill_(1.5);
+    d.q = unit_queries({2, 4, tokens, dim}, 1, 2.0);
+    d.what = "offsets";
   }
   d.what += ", D = " + std::to_string(dim);
   return d;
@@ -201,8 +215,8 @@ TEST_P(RecipeReference, HoldsTheSame) {
   Apart apart(GetParam());
   for (const int64_t group : {32, 64}) {
     for (const int64_t dim : {64, 128, 80}) {
-      for (const bool outliers : {false, true}) {
-        Data d = make_data(dim, kSink + kResidual + 6 * group + 7, outliers);
+      for (const Kind kind : kKinds) {
+        Data d = make_data(dim, kSink + kResidual + 6 * group + 7, kind);
         d.what += ", G = " + std::to_string(group);
         check_at_once(twins(GetParam(), 2, dim, group), d, apart);
       }
@@ -214,8 +228,8 @@ TEST_P(RecipeReference, AttendsTheSameStepByStep) {
   Apart apart(GetParam());
   for (const int64_t group : {32, 64}) {
     for (const int64_t dim : {64, 128, 80}) {
-      for (const bool outliers : {false, true}) {
-        Data d = make_data(dim, kSink + kResidual + 3 * group + 7, outliers);
+      for (const Kind kind : kKinds) {
+        Data d = make_data(dim, kSink + kResidual + 3 * group + 7, kind);
         d.what += ", G = " + std::to_string(group);
         check_stepwise(twins(GetParam(), 2, dim, group), d, apart);
       }
