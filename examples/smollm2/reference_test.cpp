@@ -2,7 +2,12 @@
 // plain torch reference of the recipes (tests/ops/recipe_reference.h). For the reference the model runs with its plain
 // float32 cache, in which the tokens that a KVCache would hold quantised are overwritten with what comes back of them.
 //
-//     smollm2_reference_test smollm2.pt [--windows N] [--scored N]
+//     smollm2_reference_test smollm2.pt [--windows N] [--scored N] [--precision exact|fast]
+//
+// The two see equal numbers but for rounding; rounding tips a code now and then, which changes the next keys and
+// values, so that they drift apart with the tokens, the coarser the codes and the products the faster. With "exact"
+// products, the default here, that stays far below what a fault in a recipe does; "fast" is what a cache does if
+// nothing is said.
 //
 // Protocol (measure.h): of each window of 2048 tokens the first 1024 are prefilled exactly, the next ones are fed one
 // at a time, and the prediction after each is scored. The newest 32 tokens and the first 4 are exact. Exit code 1: a
@@ -11,6 +16,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <iostream>
@@ -31,17 +37,27 @@ using smollm2::Progress;
 constexpr int64_t kWindow = 2048, kPrefilled = 1024, kChunk = 512;
 constexpr int64_t kGroup = 32, kResidual = 32, kSink = 4;
 constexpr double kTolerance = 0.003;
+// The mean KL sees faults that the perplexity of one text happens not to: near-lossless without rotation is 4e-3 off.
+// It is held to this limit while the two have not drifted apart: with exact products, 256 tokens came to 1e-6 (1024:
+// 4e-3).
+constexpr double kMostDivergence = 1e-3;
+constexpr int64_t kBeforeDrift = 256;
 const std::vector<std::string> kRecipes = {"kivi", "compact", "balanced", "quality", "near-lossless"};
 
 struct Arguments {
   std::string model;
   int64_t windows = 1, scored = 256;
+  std::string precision = "exact";
 };
 
 Arguments parse(int argc, char** argv) {
   Arguments a;
   for (int i = 1; i < argc; i++) {
     const std::string word = argv[i];
+    if (word == "--precision" && i + 1 < argc) {
+      a.precision = argv[++i];
+      continue;
+    }
     if (word != "--windows" && word != "--scored") {
       a.model = word;
       continue;
@@ -51,7 +67,9 @@ Arguments parse(int argc, char** argv) {
     if (number < 1 || number > most) throw std::invalid_argument(word + " must be 1 to " + std::to_string(most));
     (windows ? a.windows : a.scored) = number;
   }
-  if (a.model.empty()) throw std::invalid_argument("usage: smollm2_reference_test MODEL [--windows N] [--scored N]");
+  if (a.model.empty())
+    throw std::invalid_argument(
+        "usage: smollm2_reference_test MODEL [--windows N] [--scored N] [--precision exact|fast]");
   return a;
 }
 
@@ -117,7 +135,8 @@ struct Scores {
   at::Tensor divergence;        // [recipes, windows]: sums of KL(reference || cache)
 };
 
-Scores run_all(Model* model, const at::Tensor& inputs, const at::Tensor& targets, int64_t scored) {
+Scores run_all(Model* model, const at::Tensor& inputs, const at::Tensor& targets, int64_t scored,
+               const std::string& precision) {
   const int64_t windows = inputs.size(0);
   const auto recipes = static_cast<int64_t>(kRecipes.size());
   model->clear_caches();
@@ -128,6 +147,7 @@ Scores run_all(Model* model, const at::Tensor& inputs, const at::Tensor& targets
     config.group_size = kGroup;
     config.residual_length = kResidual;
     config.sink_length = kSink;
+    config.precision = precision;
     lanes.push_back(model->add_cache(config));
   }
   {
@@ -167,8 +187,9 @@ Scores run_all(Model* model, const at::Tensor& inputs, const at::Tensor& targets
 }
 
 // Whether all recipes agree.
-bool show(const Scores& sums, int64_t scored) {
+bool show(const Scores& sums, int64_t scored, const std::string& precision) {
   const auto tokens = static_cast<double>(sums.cache.size(1) * scored);
+  const bool by_divergence = precision == "exact" && scored <= kBeforeDrift;
   const auto perplexity = [&](const at::Tensor& loss) { return std::exp(loss.sum().item<double>() / tokens); };
   bool good = true;
   std::printf("%-14s %10s %10s %11s %11s  %s\n", "recipe", "KVCache", "reference", "difference", "KL", "verdict");
@@ -176,14 +197,17 @@ bool show(const Scores& sums, int64_t scored) {
   for (int64_t r = 0; r < sums.cache.size(0); r++) {
     const double cache = perplexity(sums.cache[r]), reference = perplexity(sums.reference[r + 1]);
     const double difference = cache / reference - 1;
-    const bool same = std::abs(difference) <= kTolerance;  // false for NaN
+    const double divergence = sums.divergence[r].sum().item<double>() / tokens;
+    // Both comparisons are false for NaN.
+    const bool same = std::abs(difference) <= kTolerance && (!by_divergence || divergence <= kMostDivergence);
     good = good && same;
     std::printf("%-14s %10.4f %10.4f %+9.4f %% %11.2e  %s\n", kRecipes[static_cast<size_t>(r)].c_str(), cache,
-                reference, 100 * difference, sums.divergence[r].sum().item<double>() / tokens,
-                same ? "same" : "DIFFERS");
+                reference, 100 * difference, divergence, same ? "same" : "DIFFERS");
   }
-  std::printf("Perplexity over %.0f tokens; the same: within %.1f %%. KL: of the next token, reference to cache.\n",
-              tokens, 100 * kTolerance);
+  std::printf("Perplexity over %.0f tokens, products %s. The same: within %.1f %%", tokens, precision.c_str(),
+              100 * kTolerance);
+  if (by_divergence) std::printf(", and at most %.0e of KL", kMostDivergence);
+  std::printf(". KL: of the next token, reference to cache.\n");
   return good;
 }
 
@@ -201,7 +225,10 @@ int run(const Arguments& arguments) {
   const at::Tensor ids = torch::tensor(text, at::kLong).narrow(0, 0, tokens + 1);
   const at::Tensor inputs = ids.narrow(0, 0, tokens).view({arguments.windows, kWindow});
   const at::Tensor targets = ids.narrow(0, 1, tokens).view({arguments.windows, kWindow});
-  return show(run_all(&model, inputs, targets, arguments.scored), arguments.scored) ? 0 : 1;
+  return show(run_all(&model, inputs, targets, arguments.scored, arguments.precision), arguments.scored,
+              arguments.precision)
+             ? 0
+             : 1;
 }
 
 }  // namespace
