@@ -71,6 +71,9 @@ class Model {
   // ids [B, T] at positions start, start + 1, ...: logits of the last token, [lanes * B, vocabulary].
   at::Tensor forward(const at::Tensor& ids, int64_t start);
 
+  // For tests that look into the caches of the layers. Copies of it share them.
+  torch::jit::Module module() const { return module_; }
+
  private:
   template <typename... Arguments>
   c10::IValue call(const char* method, const Arguments&... arguments) {
