@@ -456,9 +456,9 @@ struct ValueCodes {
         high_place(place_of<1>(token)) {}
 
   HWY_INLINE VU at(int64_t channel) const {
-    const VU codes = hn::Shr(hn::Load(DU(), low + channel), low_place);
+    const VU codes = hn::Shr(hn::LoadU(DU(), low + channel), low_place);
     if constexpr (kBits != 3) return codes;
-    const VU top = hn::Shr(hn::Load(DU(), high + channel), high_place);
+    const VU top = hn::Shr(hn::LoadU(DU(), high + channel), high_place);
     return hn::Or(hn::And(codes, hn::Set(DU(), 3u)), hn::ShiftLeft<2>(top));
   }
 

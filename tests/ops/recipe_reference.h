@@ -45,8 +45,9 @@ inline Recipe recipe_of(const std::string& name, int64_t head_dim, int64_t group
   r.classes = {{head_dim, 2}};
   if (name == "kivi") return r;
   r.stored = Stored::kFloat8;
-  r.k_parts = {1.0, 0.98, 0.96, 0.94, 0.92, 0.90};
-  r.v_parts = {1.0, 0.96, 0.92, 0.88, 0.84, 0.80, 0.76, 0.72, 0.68, 0.64, 0.60};
+  r.k_parts = {1.0, 0.94};
+  r.v_parts = {1.0, 0.84, 0.68};
+  if (name == "balanced") r.v_parts = {1.0, 0.76};
   r.bias = r.gain = r.rotated = true;
   r.one_per_token = r.symmetric = name != "balanced";
   const int64_t quarter = rounded_share(1.0 / 4, head_dim, 16), three_eighths = rounded_share(3.0 / 8, head_dim, 32);
@@ -108,8 +109,12 @@ inline at::Tensor stored_zero(const at::Tensor& zero, const at::Tensor& scale, c
   return at::where(scale > 0, at::round(zero / step).clamp(-127, 127) * step, at::zeros_like(zero));
 }
 
+// KIVI divides by the scale. What goes beyond it multiplies by 1 / scale, which falls otherwise where a number lies in
+// the middle between two codes: often so if numbers and scales have few bits.
 inline at::Tensor codes_of(const at::Tensor& x, const at::Tensor& scale, const at::Tensor& zero, const Rules& r) {
-  return at::where(scale > 0, at::round((x - zero) / scale).clamp(0, r.top()), at::zeros_like(x));
+  const bool plain = r.stored != Stored::kFloat8 && !r.symmetric && !r.bias && !r.gain && r.parts.size() == 1;
+  const at::Tensor position = plain ? (x - zero) / scale : (x - zero) * (1 / scale);
+  return at::where(scale > 0, at::round(position).clamp(0, r.top()), at::zeros_like(x));
 }
 
 // x [..., n], a group in each row, as it comes back.

@@ -19,7 +19,9 @@ using reference::Recipe;
 using reference::Stored;
 
 constexpr int64_t kSink = 4, kResidual = 32;
-constexpr double kErrorTolerance = 0.003;
+// Of the errors that a test compares, in the mean, and of each. Sums in another order choose otherwise where two parts
+// of a range, or two steps of a zero, are as good as equal.
+constexpr double kErrorTolerance = 0.003, kErrorToleranceOfOne = 0.006;
 // Of the elements that a test compares, all its configurations together. One that is between two codes takes its group
 // along where the group's gain or bias moves, and a whole row where V is rotated: 1 of 384 in the smallest
 // configuration.
@@ -94,6 +96,7 @@ class Apart {
     std::printf("%s: %.4f %% of the elements equal, errors within %.4f %%\n", name_.c_str(), 100 * equal_ / elements_,
                 100 * error_);
     EXPECT_GE(equal_, kEqualShare * elements_) << name_;
+    EXPECT_LE(std::abs(differences_ / compared_), kErrorTolerance) << name_;
   }
   Apart(const Apart&) = delete;
   Apart& operator=(const Apart&) = delete;
@@ -102,8 +105,10 @@ class Apart {
   void compare_errors(double cache, double want, const std::string& what) {
     ASSERT_GT(want, 0) << what;
     const double difference = std::abs(cache / want - 1);
+    differences_ += cache / want - 1;
+    compared_++;
     error_ = std::max(error_, difference);
-    EXPECT_LE(difference, kErrorTolerance) << what << ": " << cache << " and " << want;
+    EXPECT_LE(difference, kErrorToleranceOfOne) << what << ": " << cache << " and " << want;
   }
 
   // `along`: an element's rounding is that of the largest one along this dimension.
@@ -120,7 +125,8 @@ class Apart {
  private:
   std::string name_;
   double equal_ = 0, elements_ = 0;
-  double error_ = 0;  // largest relative difference
+  double error_ = 0;                       // largest relative difference
+  double differences_ = 0, compared_ = 0;  // sum of the relative differences, and how many
 };
 
 // What a cache holds after `tokens` of the data whose classes were chosen by the first `quantized` tokens after the

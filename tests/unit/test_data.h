@@ -48,13 +48,14 @@ class Array {
   std::vector<uint8_t> bytes_;
 };
 
-// Bytes on a 64-byte boundary, with `guard` bytes around that must not change.
+// Bytes between two 64-byte boundaries, where records with 8-bit scales may lie (record_alignment), with guard bytes
+// around that must not change.
 class Record {
  public:
   explicit Record(int64_t bytes, uint8_t fill = 0xA5)
       : bytes_(bytes), memory_(static_cast<size_t>(bytes + 3 * 64), kGuard) {
     const auto at = reinterpret_cast<uintptr_t>(memory_.data()) % 64;
-    start_ = static_cast<size_t>(64 + (64 - at) % 64);
+    start_ = static_cast<size_t>(32 + (64 - at) % 64);
     std::fill_n(data(), bytes, fill);
   }
   Record(const Record&) = delete;  // the boundary would move
