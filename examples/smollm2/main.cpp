@@ -260,13 +260,15 @@ void draw_quality(const std::vector<CacheConfig>& configs, const std::vector<Qua
   const std::string extension = std::filesystem::path(path).extension().string();
   const bool svg = extension == ".svg";
   if (!svg && extension != ".png") throw std::invalid_argument("--plot takes a .png or .svg file, got '" + path + "'");
-  constexpr double kLeast = 0.01;  // percent; what noise makes better than exact is drawn on the lower edge
-  std::string plain, recipes;      // bits, percent of perplexity, divergence, name
+  // What noise makes better than exact, and what is past use, is drawn on the edge.
+  const auto percent = [](double x) { return std::min(std::max(100 * x, 0.01), 100.0); };
+  const auto nats = [](double x) { return std::min(std::max(x, 1e-5), 1.0); };
+  std::string plain, recipes;  // bits, percent of perplexity, divergence, name
   for (std::size_t i = 1; i < configs.size(); ++i) {
-    const double loss = std::max(kLeast, 100 * (quality[i].perplexity() / quality[0].perplexity() - 1));
+    const double loss = percent(quality[i].perplexity() / quality[0].perplexity() - 1);
     std::string& points = configs[i].recipe.empty() ? plain : recipes;
-    points +=
-        format("%.4f %.4f %.6f \"%s\"\n", quality[i].bits, loss, quality[i].mean_divergence(), configs[i].name.c_str());
+    points += format("%.4f %.4f %.6f \"%s\"\n", quality[i].bits, loss, nats(quality[i].mean_divergence()),
+                     configs[i].name.c_str());
   }
   FILE* const plot = popen("gnuplot", "w");
   if (plot == nullptr) throw std::runtime_error("--plot: cannot start gnuplot");
@@ -274,8 +276,8 @@ void draw_quality(const std::vector<CacheConfig>& configs, const std::vector<Qua
                "set terminal %s size 1200,560 font 'Sans,11'\nset output '%s'\n"
                "set xlabel 'bits per number of a quantised token, scales and padding included'\n"
                "set logscale y\nset format y '%%g'\nset grid xtics ytics lc rgb '#dddddd'\nset key top right\n"
-               "set xrange [1.5:9.9]\n$plain << EOD\n%sEOD\n$recipes << EOD\n%sEOD\nset multiplot layout 1,2\n",
-               svg ? "svg" : "pngcairo", path.c_str(), plain.c_str(), recipes.c_str());
+               "set xrange [1:9.9]\n$plain << EOD\n%sEOD\n$recipes << EOD\n%sEOD\nset multiplot layout 1,2\n",
+               svg ? "svg background '#ffffff'" : "pngcairo", path.c_str(), plain.c_str(), recipes.c_str());
   const char* const titles[] = {"perplexity above that of fp32 (%)", "KL divergence from fp32 (nats per token)"};
   for (int panel = 0; panel < 2; ++panel) {
     std::fprintf(plot,
@@ -283,7 +285,7 @@ void draw_quality(const std::vector<CacheConfig>& configs, const std::vector<Qua
                  "plot $plain using 1:%d with points pt 7 ps 1.2 lc rgb '#4575b4' title 'plain widths', \\\n"
                  "     $plain using 1:%d:4 with labels left offset 0.8,0.5 tc rgb '#4575b4' notitle, \\\n"
                  "     $recipes using 1:%d with points pt 5 ps 1.2 lc rgb '#d73027' title 'recipes', \\\n"
-                 "     $recipes using 1:%d:4 with labels left offset 0.8,-0.5 tc rgb '#d73027' notitle\n",
+                 "     $recipes using 1:%d:4 with labels right offset -0.8,-0.3 tc rgb '#d73027' notitle\n",
                  titles[panel], panel + 2, panel + 2, panel + 2, panel + 2);
   }
   const bool drawn = pclose(plot) == 0 && std::filesystem::exists(path);

@@ -177,7 +177,7 @@ Options parse_options(int argc, char** argv) {
       {"-h", [&] { options.help = true; }},
       {"--recipes",
        [&] {
-         bits = "K8V8,K4V4,K3V3,K4V2,K2V2,K1V1,kivi,near-lossless,quality,balanced,compact";
+         bits = "K8V8,K4V4,K3V3,K4V2,K2V2,K1V1,near-lossless,quality,balanced,compact";
          options.windows = kMaxWindows;
          common.residual_length = 32;
          options.text = options.speed = false;
