@@ -132,7 +132,7 @@ struct ScaleChoice {
     const ScaleType type = narrow(stored_type());
     if (type == ScaleType::kFloat32) return scale;
     if (type == ScaleType::kFloat8 && !rules.symmetric) {
-      const VF reach = hn::Mul(hn::Abs(zero), splat(zero_steps(rules.bits) / 127.5f));
+      const VF reach = hn::Mul(hn::Abs(zero), splat(zero_steps(rules.bits) / kZeroReach));
       scale = hn::IfThenElse(hn::Lt(scale, reach), reach, scale);
     }
     return rounded_scale(type, scale, fits);
