@@ -2,7 +2,8 @@
 // (header, integers, tensors): integers are [version, precision is exact, batch or -1, scale type in use, checksum of
 // everything else, F, F of the format as constructed (see cache_format), B lengths, B quantised lengths]; tensors, when
 // tokens were ever seen: pages in use [pages, page_bytes], block table over them [B, max], sink keys and values of the
-// tokens held, exact window of each row from its first exact token on.
+// tokens held, exact window of each row from its first exact token on; with classes of key channels the orders and the
+// sums of the squared queries. Last, also before any token, the order that set_key_order gave, if it did.
 
 #include <algorithm>
 
@@ -113,7 +114,9 @@ KVCache::State KVCache::state() const {
   const std::vector<int64_t> format = format_to_ints(impl_->format);
   ints.push_back(static_cast<int64_t>(format.size()));
   ints.insert(ints.end(), format.begin(), format.end());
-  if (!s.started) return with_checksum({kStateHeader, ints, {}});
+  std::vector<at::Tensor> given;
+  if (impl_->given_order.defined()) given = {impl_->given_order.clone()};
+  if (!s.started) return with_checksum({kStateHeader, ints, given});
   ints.insert(ints.end(), s.lengths.begin(), s.lengths.end());
   ints.insert(ints.end(), s.quantized.begin(), s.quantized.end());
   const CacheTensors& t = s.tensors;
@@ -133,6 +136,7 @@ KVCache::State KVCache::state() const {
       {pages, table, t.sink_k.narrow(2, 0, sinks).clone(), t.sink_v.narrow(2, 0, sinks).clone(), window_k, window_v}};
   auto& all = std::get<2>(whole);
   all.insert(all.end(), orders.begin(), orders.end());
+  all.insert(all.end(), given.begin(), given.end());
   return with_checksum(whole);
 }
 
@@ -155,17 +159,24 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
                     "saved KVCache: the format was constructed as widened");
   auto cache = c10::make_intrusive<KVCache>(options_of(format, ints[1] == 1 ? "exact" : "fast"));
   const int64_t batch = ints[2];
+  const bool classes = format.num_key_classes > 0;
+  const size_t expected = batch == -1 ? 0 : classes ? 8 : 6;
+  const bool order_given = classes && tensors.size() == expected + 1;
+  if (order_given) {
+    check_state_tensor("the given order", tensors.back(), at::kShort, {format.num_kv_heads, format.head_dim});
+    cache->set_key_order(tensors.back().to(at::kLong));
+  }
   if (batch == -1) {
-    TORCH_CHECK_VALUE(tensors.empty() && ints.size() == fixed_ints, "saved KVCache: an empty cache with contents");
+    TORCH_CHECK_VALUE((tensors.empty() || order_given) && ints.size() == fixed_ints,
+                      "saved KVCache: an empty cache with contents");
     check_checksum(ints, tensors);
     return cache;
   }
   TORCH_CHECK_VALUE(
       batch >= 0 && batch < (int64_t{1} << 31) && ints.size() == fixed_ints + 2 * static_cast<size_t>(batch),
       "saved KVCache: batch size ", batch, " with ", ints.size(), " integers");
-  const bool classes = format.num_key_classes > 0;
-  TORCH_CHECK_VALUE(tensors.size() == (classes ? 8u : 6u), "saved KVCache: ", tensors.size(), " tensors, expected ",
-                    classes ? 8 : 6);
+  TORCH_CHECK_VALUE(tensors.size() == expected || order_given, "saved KVCache: ", tensors.size(), " tensors, expected ",
+                    expected);
   const ScaleType wide = widened(format.scale_type);
   TORCH_CHECK_VALUE(ints[3] == static_cast<int64_t>(format.scale_type) || ints[3] == static_cast<int64_t>(wide),
                     "saved KVCache: scale type ", ints[3], " in a cache of scale type ",

@@ -95,8 +95,13 @@ void make_room(Storage& s, const std::vector<int64_t>& after) {
     const int64_t need = pages_for(after[b]);
     wanted += std::max<int64_t>(need - s.row_pages[b], 0);
     width = std::max(width, need);
+    if (after[b] == s.quantized[b]) continue;
     for (int64_t i = s.quantized[b] / kPageTokens; i < std::min(need, s.row_pages[b]); i++) {
-      if (s.page_users[s.table_row(b)[i]] > 1) shared.push_back({b, i});
+      // The last of the rows that write into a page may keep it.
+      const int32_t page = s.table_row(b)[i];
+      const auto copies = std::count_if(shared.begin(), shared.end(),
+                                        [&](const Entry& e) { return s.table_row(e.row)[e.index] == page; });
+      if (s.page_users[page] - copies > 1) shared.push_back({b, i});
     }
   }
   grow_pool(s, wanted + static_cast<int64_t>(shared.size()));

@@ -26,7 +26,7 @@ enum class Isa : uint8_t { kScalar, kNeon, kAvx2, kAvx512, kAvx512Vnni };
 // Options of the format change this so, in this order:
 //   rotated V     the row is rotated first (kivi/format.h), in fp32
 //   symmetric V   hi = max |x|, lo = -hi; zero = -scale * (2^bits - 1) / 2
-//   float8        scale = the larger one of (hi - lo) / (2^bits - 1) and |zero| / 127.5 * zero_steps, rounded; zero =
+//   float8        scale = the larger one of (hi - lo) / (2^bits - 1) and |zero| / 119.5 * zero_steps, rounded; zero =
 //                 (lo + hi) / 2 - scale * (2^bits - 1) / 2, rounded to a step
 //   bias (K)      zero += mean(x - x^), stored again; codes stay
 //   gain (V)      scale = sum (x - mx)^2 / sum (c - mc)(x - mx) within [1/2, 2] of what it was, zero = mx - scale * mc,

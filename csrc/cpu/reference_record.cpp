@@ -52,7 +52,7 @@ float inverse(float scale) { return scale >= FLT_MIN ? 1.0f / scale : 0.0f; }
 float stored_scale(const GroupRules& g, float scale, float zero, bool* fits) {
   const ScaleType type = narrow(g.type);
   if (type == ScaleType::kFloat8 && !g.symmetric) {
-    scale = std::max(scale, std::fabs(zero) * (zero_steps(g.bits) / 127.5f));  // or the zero would be out of reach
+    scale = std::max(scale, std::fabs(zero) * (zero_steps(g.bits) / kZeroReach));  // or the zero would be out of reach
   }
   const float rounded = through_narrow(scale, type);
   if (is_finite(rounded)) return rounded;

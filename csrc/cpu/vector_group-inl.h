@@ -89,7 +89,7 @@ struct GroupRules {
         top(static_cast<float>((1 << code_bits) - 1)) {
     for (int64_t i = 0; i < search.count; i++) parts[1 + i] = search.factor(i);
     if (narrow(type) == ScaleType::kFloat8) {
-      per_scale = zero_steps(bits), step = 1.0f / per_scale, reach = per_scale / 127.5f;
+      per_scale = zero_steps(bits), step = 1.0f / per_scale, reach = per_scale / kZeroReach;
     }
   }
 

@@ -59,6 +59,9 @@ constexpr int64_t scale_bytes(ScaleType t) { return t == ScaleType::kFloat8 ? 1 
 constexpr int64_t record_alignment(ScaleType t) { return t == ScaleType::kFloat8 ? kLineBytes / 2 : kLineBytes; }
 // kFloat8: steps of a zero in one scale. Fine steps at few bits, where the range is a few scales wide.
 constexpr float zero_steps(int64_t bits) { return bits == 8 ? 0.125f : static_cast<float>(1 << (5 - bits)); }
+// kFloat8: steps that a zero may have of a scale before that is rounded, which may make it smaller by a seventeenth; of
+// the rounded one a zero has 127 at most.
+inline constexpr float kZeroReach = 119.5f;
 
 // Ranges that are tried beside the plain one when a group is quantised: parts of it, around the same middle. The one
 // with the least sum of squared errors is kept; the first wins a tie, and the plain one is the first.

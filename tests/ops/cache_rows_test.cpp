@@ -178,6 +178,26 @@ TEST(Cache, RowsShareTheirPagesUntilTheyDiffer) {
   }
 }
 
+// A row that quantises nothing copies no page, and the last of the rows that write into a page keeps it.
+TEST(Cache, SharedPagesAreCopiedOnlyWhereTheyMust) {
+  const CacheOptions o = options_of(1, 16, 16, 0, 0);
+  const int64_t page = cache_page_bytes(cache_format(1, 16, std::nullopt, 2, 2, 16, 0, 0));
+  const at::Tensor k = randn({1, 1, 16, 16}, 49), more = randn({4, 1, 16, 16}, 50);
+  KVCache cache(o);
+  cache.append(k, k);
+  cache.repeat_interleave(4);
+  const int64_t bytes = cache.nbytes();
+  append_range(cache, more, more, 0, 15);
+  EXPECT_EQ(cache.nbytes(), bytes) << "nothing was quantised";
+  append_range(cache, more, more, 15, 16);
+  EXPECT_EQ(cache.nbytes(), bytes + 3 * page) << "four rows, four pages";
+  Model model(o, 4, at::kFloat);
+  const at::Tensor first = k.expand({4, 1, 16, 16});
+  model.append(first, first);
+  model.append(more, more);
+  EXPECT_TRUE(model.matches(cache));
+}
+
 TEST(Cache, PagesThatNoRowNamesAreReused) {
   const at::Tensor k = randn({4, 1, 512, 16}, 43);
   KVCache cache(options_of(1, 16, 16, 0, 0));

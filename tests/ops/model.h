@@ -1,5 +1,6 @@
 // A model of the cache that is slow and obvious: every row of the batch is a list of tokens as the cache should give
-// them back. It follows the definition in cache.h and nothing else; the quantiser is the one of support.h.
+// them back, in float32. It follows the definition in cache.h and nothing else; the quantiser is the one of support.h.
+// For formats that go beyond it, tokens wait as they came until adopt_quantized puts in what a cache gave back.
 #pragma once
 
 #include "tests/ops/support.h"
@@ -7,19 +8,23 @@
 namespace kivi::test {
 
 struct ModelRow {
-  at::Tensor k, v;  // [H, n, D], [H, n, Dv]: quantised tokens as they come back, the others as they came
+  at::Tensor k, v;  // [H, n, D], [H, n, Dv]: quantised tokens as they come back (not yet rounded to the dtype of the
+                    // cache: attention sees them so), the others as they came
   int64_t quantized = 0;
+  int64_t adopted = 0;  // of the quantised tokens: those that are as they come back
 
   int64_t length() const { return k.size(1); }
 };
 
 class Model {
  public:
-  Model(const CacheOptions& options, int64_t batch, at::ScalarType type) : options_(options), type_(type) {
+  Model(const CacheOptions& options, int64_t batch, at::ScalarType type, bool by_definition = true)
+      : options_(options), type_(type), by_definition_(by_definition) {
     const int64_t value_dim = options.value_head_dim.value_or(options.head_dim);
+    const auto floats = at::TensorOptions().dtype(at::kFloat);
     for (int64_t b = 0; b < batch; b++) {
-      rows_.push_back({at::empty({options.num_kv_heads, 0, options.head_dim}, type),
-                       at::empty({options.num_kv_heads, 0, value_dim}, type), 0});
+      rows_.push_back({at::empty({options.num_kv_heads, 0, options.head_dim}, floats),
+                       at::empty({options.num_kv_heads, 0, value_dim}, floats)});
     }
   }
 
@@ -31,16 +36,32 @@ class Model {
 
   void append(int64_t row, const at::Tensor& k, const at::Tensor& v) {
     ModelRow& r = rows_[static_cast<size_t>(row)];
-    r.k = at::cat({r.k, k}, 1);
-    r.v = at::cat({r.v, v}, 1);
+    r.k = at::cat({r.k, k.to(at::kFloat)}, 1);
+    r.v = at::cat({r.v, v.to(at::kFloat)}, 1);
     const int64_t after = std::max(r.quantized, rule(r.length()));
-    if (after > r.quantized) {
+    if (by_definition_ && after > r.quantized) {
       const int64_t first = options_.sink_length + r.quantized, count = after - r.quantized, g = options_.group_size;
+      const bool half = options_.scale_dtype == "float16";
       at::Tensor kq = r.k.narrow(1, first, count), vq = r.v.narrow(1, first, count);
-      kq.copy_(given_back(definition_keys(kq.unsqueeze(0), options_.k_bits, g)[0], type_));
-      vq.copy_(given_back(definition_values(vq.unsqueeze(0), options_.v_bits, g)[0], type_));
-      r.quantized = after;
+      kq.copy_(definition_keys(kq.unsqueeze(0), options_.k_bits, g, half)[0]);
+      vq.copy_(definition_values(vq.unsqueeze(0), options_.v_bits, options_.v_group_size.value_or(g), half)[0]);
+      r.adopted = after;
     }
+    r.quantized = after;
+  }
+
+  // k [H, n, D] and v: row b as a cache gave it back. `check` is called with the quantised tokens that were not known
+  // yet: what went in and what came back, of K and of V.
+  template <class Check>
+  void adopt_quantized(int64_t row, const at::Tensor& k, const at::Tensor& v, Check&& check) {
+    ModelRow& r = rows_[static_cast<size_t>(row)];
+    const int64_t first = options_.sink_length + r.adopted, count = r.quantized - r.adopted;
+    if (count <= 0) return;
+    at::Tensor kq = r.k.narrow(1, first, count), vq = r.v.narrow(1, first, count);
+    check(kq, k.narrow(1, first, count).to(at::kFloat), vq, v.narrow(1, first, count).to(at::kFloat));
+    kq.copy_(k.narrow(1, first, count));
+    vq.copy_(v.narrow(1, first, count));
+    r.adopted = r.quantized;
   }
 
   // k and v [B, H, T, D]; row b takes the first counts[b].
@@ -58,6 +79,12 @@ class Model {
       r.v = r.v.narrow(1, 0, n).clone();
       const int64_t kept = std::max<int64_t>(0, n - options_.sink_length);
       r.quantized = std::min(r.quantized, kept / options_.group_size * options_.group_size);
+      r.adopted = std::min(r.adopted, r.quantized);
+      const int64_t exact = std::min(n, options_.sink_length + r.quantized);
+      for (at::Tensor* t : {&r.k, &r.v}) {
+        at::Tensor rest = t->narrow(1, exact, n - exact);
+        rest.copy_(given_back(rest, type_));
+      }
     }
   }
 
@@ -65,11 +92,13 @@ class Model {
     std::vector<ModelRow> chosen;
     for (int64_t row : rows) {
       const ModelRow& r = rows_[static_cast<size_t>(row)];
-      chosen.push_back({r.k.clone(), r.v.clone(), r.quantized});
+      chosen.push_back({r.k.clone(), r.v.clone(), r.quantized, r.adopted});
     }
     rows_ = chosen;
   }
 
+  at::ScalarType type() const { return type_; }
+  bool by_definition() const { return by_definition_; }
   int64_t batch() const { return static_cast<int64_t>(rows_.size()); }
   const ModelRow& row(int64_t b) const { return rows_[static_cast<size_t>(b)]; }
 
@@ -94,9 +123,9 @@ class Model {
     }
     for (int64_t b = 0; b < batch(); b++) {
       const int64_t n = row(b).length();
-      auto result = same_bits(k[b].narrow(1, 0, n), row(b).k);
+      auto result = same_bits(k[b].narrow(1, 0, n), given_back(row(b).k, type_));
       if (!result) return fail() << "keys of row " << b << ": " << result.message();
-      result = same_bits(v[b].narrow(1, 0, n), row(b).v);
+      result = same_bits(v[b].narrow(1, 0, n), given_back(row(b).v, type_));
       if (!result) return fail() << "values of row " << b << ": " << result.message();
       for (const at::Tensor& t : {k[b], v[b]}) {
         const at::Tensor rest = t.narrow(1, n, longest - n);
@@ -110,6 +139,7 @@ class Model {
  private:
   CacheOptions options_;
   at::ScalarType type_;
+  bool by_definition_;
   std::vector<ModelRow> rows_;
 };
 

@@ -233,6 +233,23 @@ TEST(Recipe, KiviIsTheDefault) {
   EXPECT_DOUBLE_EQ(plain.bits_per_element(), 3.0);
 }
 
+// A scale that is rounded down must not put the zero of a float8 group out of reach.
+TEST(Recipe, AConstantGroupComesBackToWithinHalfOfItsRaisedScale) {
+  for (const int64_t bits : kAllBits) {
+    CacheOptions o = options_of(1, 64, 16, 0, 0, bits, bits);
+    o.scale_dtype = "float8";
+    KVCache cache(o);
+    // K: a constant in each channel. V: one in each token.
+    const at::Tensor constants = at::exp2(at::linspace(-2, 3, 64)) * (1 - 2 * at::remainder(at::arange(64), 2));
+    const at::Tensor k = constants.expand({1, 1, 64, 64}), v = constants.view({64, 1}).expand({1, 1, 64, 64});
+    cache.append(k, v);
+    const auto [k_back, v_back] = cache.dequantize();
+    const float limit = zero_steps(bits) / kZeroReach * 1.0625f / 2 + 1e-6f;
+    EXPECT_LE(((k_back - k) / k).abs().max().item<float>(), limit) << bits;
+    EXPECT_LE(((v_back - v) / v).abs().max().item<float>(), limit) << bits;
+  }
+}
+
 TEST(Recipe, BitsPerElementCountAllThatIsStored) {
   const auto bits = [](const char* recipe, int64_t dim, int64_t group) {
     CacheOptions o = options_of(3, dim, group, 32, 4);

@@ -75,6 +75,30 @@ KVCache::State sample_state() {
   return cache.state();
 }
 
+// What set_key_order gave waits for rows that have no order yet, also those to come.
+TEST(State, KeepsTheGivenKeyOrder) {
+  CacheOptions o = options_of(1, 20, 16, 0, 0);
+  o.k_classes = {16, 4, 4, 2};
+  const at::Tensor order = at::arange(19, -1, -1, at::kLong).unsqueeze(0), x = randn({2, 1, 16, 20}, 91);
+  KVCache cache(o);
+  cache.set_key_order(order);
+  const auto fresh = KVCache::from_state(cache.state());
+  fresh->append(x, x);
+  EXPECT_TRUE(at::equal(fresh->key_order(), order.expand({2, 1, 20})));
+  cache.append(x, x, longs({16, 3}));
+  const auto begun = KVCache::from_state(cache.state());
+  begun->append(x, x, longs({0, 13}));
+  EXPECT_TRUE(at::equal(begun->key_order(), order.expand({2, 1, 20})));
+  EXPECT_TRUE(same_state(KVCache::from_state(begun->state())->state(), begun->state()));
+
+  KVCache::State bad = cache.state();
+  std::get<2>(bad).back() = order.expand({2, 20}).to(at::kShort);
+  expect_error([&] { KVCache::from_state(bad); }, {"given order", "[2, 20]"});
+  bad = cache.state();
+  std::get<2>(bad).back().fill_(3);
+  expect_error([&] { KVCache::from_state(bad); }, {"order", "once"});
+}
+
 TEST(State, TamperedTensorsAreRefused) {
   const KVCache::State good = sample_state();
   ASSERT_TRUE(same_state(KVCache::from_state(good)->state(), good));

@@ -52,7 +52,7 @@ inline float steps_of_zero(int bits) { return bits == 1 ? 16 : bits == 2 ? 8 : b
 
 inline float scale_for(const Rules& r, float scale, float zero, bool* fits) {
   if (is_byte(r.type) && !r.symmetric) {
-    const float least = std::fabs(zero) * (steps_of_zero(r.bits) / 127.5f);
+    const float least = std::fabs(zero) * (steps_of_zero(r.bits) / 119.5f);
     if (scale < least) scale = least;
   }
   return rounded(scale, r.type, fits);
