@@ -244,7 +244,8 @@ inline double Twin::limit(const at::Tensor& q, const at::Tensor& new_k, const at
     int64_t least = f.k_bits;
     for (int64_t c = 0; c < f.num_key_classes; c++) least = std::min(least, f.key_classes[c].bits);
     const double ratio = (std::exp2(f.k_bits) - 1) / (std::exp2(least) - 1);
-    limit += 5e-5 + std::sqrt(dim) * (largest_q * range).max().item<double>() * scale * ratio / 32767;
+    // An output is off by that times how far the values that share the weight lie apart: 2.
+    limit += 5e-5 + 2 * std::sqrt(dim) * (largest_q * range).max().item<double>() * scale * ratio / 32767;
     // Weights are rounded by up to 1 / 65534 of the largest of a page. Half of each code is an offset that a rotation
     // gathers in the first channel of its block.
     const int64_t block = rotation_size(f.value_head_dim);
