@@ -250,7 +250,10 @@ inline double Twin::limit(const at::Tensor& q, const at::Tensor& new_k, const at
     // gathers in the first channel of its block.
     const int64_t block = rotation_size(f.value_head_dim);
     const double gathered = f.v_rotated ? std::max(1.0, std::sqrt(static_cast<double>(block) * 2) / 2) : 1;
-    const double page = std::sqrt(static_cast<double>(std::min(k.size(1), kPageTokens)));
+    // The errors of equal tokens are equal.
+    const auto constant = [](const Step& step) { return (step.with & kConstant) != 0; };
+    double page = static_cast<double>(std::min(k.size(1), kPageTokens));
+    if (std::none_of(h_->steps.begin(), h_->steps.end(), constant)) page = std::sqrt(page);
     limit += gathered * page * 3 * v.abs().max().item<double>() / largest_v / 4 / 32767;
   }
   // What the model took from the cache is rounded to its dtype, attention's is not.
