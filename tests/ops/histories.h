@@ -244,12 +244,16 @@ inline double Twin::limit(const at::Tensor& q, const at::Tensor& new_k, const at
     int64_t least = f.k_bits;
     for (int64_t c = 0; c < f.num_key_classes; c++) least = std::min(least, f.key_classes[c].bits);
     const double ratio = (std::exp2(f.k_bits) - 1) / (std::exp2(least) - 1);
-    limit += 5e-5 + std::sqrt(dim) * (largest_q * range).max().item<double>() * scale * ratio / 32767;
+    // An output is off by that times how far the values that share the weight lie apart: 2.
+    limit += 5e-5 + 2 * std::sqrt(dim) * (largest_q * range).max().item<double>() * scale * ratio / 32767;
     // Weights are rounded by up to 1 / 65534 of the largest of a page. Half of each code is an offset that a rotation
     // gathers in the first channel of its block.
     const int64_t block = rotation_size(f.value_head_dim);
     const double gathered = f.v_rotated ? std::max(1.0, std::sqrt(static_cast<double>(block) * 2) / 2) : 1;
-    const double page = std::sqrt(static_cast<double>(std::min(k.size(1), kPageTokens)));
+    // The errors of equal tokens are equal.
+    const auto constant = [](const Step& step) { return (step.with & kConstant) != 0; };
+    double page = static_cast<double>(std::min(k.size(1), kPageTokens));
+    if (std::none_of(h_->steps.begin(), h_->steps.end(), constant)) page = std::sqrt(page);
     limit += gathered * page * 3 * v.abs().max().item<double>() / largest_v / 4 / 32767;
   }
   // What the model took from the cache is rounded to its dtype, attention's is not.
