@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <cfloat>
-#include <cstdint>
 #include <limits>
 
 #include "cpu/half.h"
@@ -76,38 +75,22 @@ HWY_INLINE VU top_codes(MF finite, VF scale, int bits) {
   return hn::IfThenElseZero(hn::RebindMask(DU(), used), hn::Set(DU(), (1u << bits) - 1u));
 }
 
-// How the scale and zero of one side of a record are chosen. What follows from that is computed once.
+// How the scale and zero of one side of a record are chosen.
 struct GroupRules {
-  GroupRules(ScaleType stored, int code_bits, bool is_symmetric = false, bool correct_bias = false,
-             bool correct_gain = false, const RangeSearch& search = {})
-      : type(stored),
-        bits(code_bits),
-        symmetric(is_symmetric),
-        bias(correct_bias),
-        gain(correct_gain),
-        num_parts(1 + search.count),
-        top(static_cast<float>((1 << code_bits) - 1)) {
-    for (int64_t i = 0; i < search.count; i++) parts[1 + i] = search.factor(i);
-    if (narrow(type) == ScaleType::kFloat8) {
-      per_scale = zero_steps(bits), step = 1.0f / per_scale, reach = per_scale / kZeroReach;
-    }
-  }
-
   ScaleType type;
   int bits;
-  bool symmetric, bias, gain;
-  int64_t num_parts;  // of the range that are tried; the first is the whole
-  float top;          // largest code
-  float per_scale = 0, step = 0,
-        reach = 0;  // of float8 zeros: steps in a scale, one step, scale that a zero of 1 asks for
-  float parts[1 + RangeSearch::kMax] = {1.0f};
+  bool symmetric = false, bias = false, gain = false;
+  const RangeSearch* search = nullptr;
 
   // The range itself in float16 or float32: what KIVI defines.
-  bool plain() const { return narrow(type) != ScaleType::kFloat8 && !symmetric && !looks_at_numbers(); }
+  bool plain() const {
+    return narrow(type) != ScaleType::kFloat8 && !symmetric && !bias && !gain &&
+           (search == nullptr || search->count == 0);
+  }
   // Whether the choice depends on more than the range.
-  bool looks_at_numbers() const { return bias || gain || num_parts > 1; }
-  VF levels() const { return splat(top); }
-  VF half_levels() const { return splat(0.5f * top); }
+  bool looks_at_numbers() const { return bias || gain || (search != nullptr && search->count > 0); }
+  VF levels() const { return splat(static_cast<float>((1 << bits) - 1)); }
+  VF half_levels() const { return splat(0.5f * static_cast<float>((1 << bits) - 1)); }
 };
 
 // A quantizer that makes codes, and what is stored of it. They differ after a correction, which keeps the codes.
@@ -149,7 +132,7 @@ struct ScaleChoice {
     const ScaleType type = narrow(stored_type());
     if (type == ScaleType::kFloat32) return scale;
     if (type == ScaleType::kFloat8 && !rules.symmetric) {
-      const VF reach = hn::Mul(hn::Abs(zero), splat(rules.reach));
+      const VF reach = hn::Mul(hn::Abs(zero), splat(zero_steps(rules.bits) / kZeroReach));
       scale = hn::IfThenElse(hn::Lt(scale, reach), reach, scale);
     }
     return rounded_scale(type, scale, fits);
@@ -168,7 +151,7 @@ struct ScaleChoice {
     const ScaleType type = narrow(stored_type());
     if (type == ScaleType::kFloat32) return zero;
     if (type == ScaleType::kFloat16) return rounded_scale(type, zero, fits);
-    const VF per_scale = splat(rules.per_scale), step = splat(rules.step);
+    const VF per_scale = splat(zero_steps(rules.bits)), step = splat(1.0f / zero_steps(rules.bits));
     const VF whole = hn::Add(hn::Round(hn::Mul(hn::Mul(zero, inverse(scale)), per_scale)), splat(0.0f));
     const VF steps = hn::Min(hn::Max(whole, splat(-127.0f)), splat(127.0f));
     const VF in_steps = hn::Mul(hn::Mul(steps, scale), step);
@@ -193,6 +176,22 @@ struct ScaleChoice {
     t.choice.coder.zero = t.choice.zero = stored_zero(scale, zero, t.fits);
     t.choice.coder.top = top_codes(finite, scale, rules.bits);
     t.valid = hn::And(t.fits, hn::Ge(scale, splat(FLT_MIN)));
+  }
+
+  // Leaves the centred numbers in x.
+  HWY_INLINE Centred centre(float* x, int64_t count) const {
+    Centred c;
+    if (!rules.symmetric) {
+      for (int64_t i = 0; i < count; i++) c.mean = hn::Add(c.mean, load_float(x + i * kLanes));
+      c.mean = hn::Mul(c.mean, splat(1.0f / static_cast<float>(count)));
+    }
+    for (int64_t i = 0; i < count; i++) {
+      const VF distance = hn::Sub(load_float(x + i * kLanes), c.mean);
+      store_float(distance, x + i * kLanes);
+      c.sum = hn::Add(c.sum, distance);
+      c.square = hn::MulAdd(distance, distance, c.square);
+    }
+    return c;
   }
 
   HWY_INLINE VF whole_code(VF position) const {
@@ -237,9 +236,8 @@ struct ScaleChoice {
     }
   }
 
-  // kFirst: the numbers in x are centred on the way, and `centred` is completed.
-  template <bool kFirst, int kCount>
-  HWY_INLINE void measure_gain(float* x, int64_t count, Centred& centred, Trial (&t)[kCount]) const {
+  template <int kCount>
+  HWY_INLINE void measure_gain(const float* x, int64_t count, const Centred& centred, Trial (&t)[kCount]) const {
     VF factor[kCount], shift[kCount], codes[kCount], squares[kCount], products[kCount];
     KIVI_UNROLL
     for (int k = 0; k < kCount; k++) {
@@ -247,16 +245,9 @@ struct ScaleChoice {
       shift[k] = hn::Mul(hn::Sub(centred.mean, t[k].choice.zero), factor[k]);
       codes[k] = squares[k] = products[k] = splat(0.0f);
     }
-    VF sum = splat(0.0f), square = sum;
     KIVI_NO_UNROLL
     for (int64_t i = 0; i < count; i++) {
-      VF distance = load_float(x + i * kLanes);
-      if constexpr (kFirst) {
-        distance = hn::Sub(distance, centred.mean);
-        store_float(distance, x + i * kLanes);
-        sum = hn::Add(sum, distance);
-        square = hn::MulAdd(distance, distance, square);
-      }
+      const VF distance = load_float(x + i * kLanes);
       KIVI_UNROLL
       for (int k = 0; k < kCount; k++) {
         const VF code = whole_code(hn::MulAdd(distance, factor[k], shift[k]));
@@ -265,7 +256,6 @@ struct ScaleChoice {
         products[k] = hn::MulAdd(code, distance, products[k]);
       }
     }
-    if constexpr (kFirst) centred.sum = sum, centred.square = square;
     KIVI_UNROLL
     for (int k = 0; k < kCount; k++) correct_gain(count, centred, codes[k], squares[k], products[k], t[k]);
   }
@@ -312,43 +302,45 @@ struct ScaleChoice {
 
   // Trials of parts first to first + kCount - 1 of the range, where part 0 is the whole one; beyond the last one that
   // one again, which changes nothing.
-  template <Correction kCorrection, bool kFirst, int kCount>
-  HWY_INLINE void try_parts(VF lo, VF span, MF finite, float* x, int64_t count, int64_t first, Centred& centred,
-                            Trial& best) const {
+  template <Correction kCorrection, int kCount>
+  HWY_INLINE void try_parts(VF lo, VF span, MF finite, const float* x, int64_t count, const Centred& centred,
+                            int64_t first, Trial& best) const {
     Trial t[kCount];
     KIVI_UNROLL
     for (int k = 0; k < kCount; k++) {
-      choose_range(lo, span, finite, rules.parts[std::min(first + k, rules.num_parts - 1)], t[k]);
+      const int64_t part = std::min(first + k, rules.search->count);
+      choose_range(lo, span, finite, part == 0 ? 1.0f : rules.search->factor(part - 1), t[k]);
     }
     if constexpr (kCorrection == kGain) {
-      measure_gain<kFirst>(x, count, centred, t);
+      measure_gain(x, count, centred, t);
     } else {
       measure_rest<kCorrection == kBias>(x, count, t);
     }
-    if constexpr (kFirst) best = t[0];
+    if (first == 0) best = t[0];
     KIVI_UNROLL
-    for (int k = kFirst ? 1 : 0; k < kCount; k++) take_better(t[k], best);
+    for (int k = 0; k < kCount; k++) take_better(t[k], best);
   }
 
   template <Correction kCorrection>
-  HWY_INLINE void search(VF lo, VF span, VF sum, MF finite, float* x, int64_t count, Trial& best) const {
+  HWY_INLINE void search(VF lo, VF span, MF finite, float* x, int64_t count, Trial& best) const {
     constexpr int kTrials = 3;  // with more, AVX2 runs out of registers
     Centred centred;
-    if (!rules.symmetric) centred.mean = hn::Mul(sum, splat(1.0f / static_cast<float>(count)));
-    if (rules.num_parts == 1) {
-      try_parts<kCorrection, true, 1>(lo, span, finite, x, count, 0, centred, best);
-    } else if (rules.num_parts == 2) {
-      try_parts<kCorrection, true, 2>(lo, span, finite, x, count, 0, centred, best);
-    } else {
-      try_parts<kCorrection, true, kTrials>(lo, span, finite, x, count, 0, centred, best);
-      for (int64_t part = kTrials; part < rules.num_parts; part += kTrials) {
-        try_parts<kCorrection, false, kTrials>(lo, span, finite, x, count, part, centred, best);
-      }
+    if constexpr (kCorrection == kGain) centred = centre(x, count);
+    if (rules.search->count == 0) {
+      try_parts<kCorrection, 1>(lo, span, finite, x, count, centred, 0, best);
+      return;
+    }
+    if (rules.search->count == 1) {
+      try_parts<kCorrection, 2>(lo, span, finite, x, count, centred, 0, best);
+      return;
+    }
+    for (int64_t part = 0; part <= rules.search->count; part += kTrials) {
+      try_parts<kCorrection, kTrials>(lo, span, finite, x, count, centred, part, best);
     }
   }
 
   // x may be changed.
-  HWY_NOINLINE void choose(Range range, VF sum, float* x, int64_t count, MF& finite, Trial& t) const {
+  HWY_NOINLINE void choose(Range range, float* x, int64_t count, MF& finite, Trial& t) const {
     if (rules.symmetric) {
       range.hi = hn::Max(hn::Abs(range.lo), hn::Abs(range.hi));
       range.lo = hn::Neg(range.hi);
@@ -358,11 +350,11 @@ struct ScaleChoice {
     if (!rules.looks_at_numbers()) {
       choose_range(range.lo, span, finite, 1.0f, t);
     } else if (rules.gain) {
-      search<kGain>(range.lo, span, sum, finite, x, count, t);
+      search<kGain>(range.lo, span, finite, x, count, t);
     } else if (rules.bias) {
-      search<kBias>(range.lo, span, sum, finite, x, count, t);
+      search<kBias>(range.lo, span, finite, x, count, t);
     } else {
-      search<kNone>(range.lo, span, sum, finite, x, count, t);
+      search<kNone>(range.lo, span, finite, x, count, t);
     }
   }
 };
@@ -375,12 +367,11 @@ struct Chooser {
 
   bool all_fit() const { return hn::AllFalse(DF(), hn::MaskFromVec(misfit)); }
 
-  // Number i of lane l is x[i * kLanes + l], and `sum` their sum; the numbers may be changed. Without a gain correction
-  // the sum is not looked at, and if the rules do not look at numbers there are none.
-  HWY_INLINE Choice choose(const Range& range, float* x, int64_t count, VF sum = splat(0.0f)) {
+  // Number i of lane l is x[i * kLanes + l]. They may be changed; if the rules do not look at numbers there are none.
+  HWY_INLINE Choice choose(const Range& range, float* x, int64_t count) {
     if (!rules.plain())
-      return rules.type == ScaleType::kFloat8 ? choose_more<true>(range, sum, x, count)
-                                              : choose_more<false>(range, sum, x, count);
+      return rules.type == ScaleType::kFloat8 ? choose_more<true>(range, x, count)
+                                              : choose_more<false>(range, x, count);
     const ScaleChoice<false> stored{rules};
     const VF span = hn::Add(hn::Sub(range.hi, range.lo), splat(0.0f));
     const MF finite = hn::Le(hn::Add(span, range.probe), splat(FLT_MAX));  // false for NaN too
@@ -396,10 +387,10 @@ struct Chooser {
 
  private:
   template <bool kFloat8>
-  HWY_INLINE Choice choose_more(const Range& range, VF sum, float* x, int64_t count) {
+  HWY_INLINE Choice choose_more(const Range& range, float* x, int64_t count) {
     typename ScaleChoice<kFloat8>::Trial t;
     MF finite = hn::Eq(range.lo, range.lo);
-    ScaleChoice<kFloat8>{rules}.choose(range, sum, x, count, finite, t);
+    ScaleChoice<kFloat8>{rules}.choose(range, x, count, finite, t);
     finish(finite, t.fits, t.choice);
     t.choice.coder.scale = inverse(t.choice.coder.scale);
     return t.choice;

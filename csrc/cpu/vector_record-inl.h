@@ -196,7 +196,7 @@ bool encode_keys(const EncodeParams& p, bool buffered) {
   constexpr int64_t kSize = element_bytes(kType);
   const Format& f = *p.format;
   const int64_t next = buffered ? 0 : f.group_size * p.k_token_stride * kSize;
-  Chooser chooser(GroupRules{f.scale_type, kBits, false, f.k_bias_correction, false, f.k_search});
+  Chooser chooser(GroupRules{f.scale_type, kBits, false, f.k_bias_correction, false, &f.k_search});
   for (int64_t strip = 0; strip < p.layout->k_channels / kLine; strip++) {
     StripRows rows{static_cast<const uint8_t*>(p.k) + strip * kLine * kSize, p.k_token_stride * kSize};
     const int64_t valid = std::min<int64_t>(kLine, f.head_dim - strip * kLine);
@@ -260,18 +260,22 @@ HWY_INLINE Range value_ranges(const StripRows* strips, int64_t count, int64_t to
   return {low, hn::Max(hn::Max(a, b), hn::Max(c, d))};
 }
 
-// Vectors as rows of a matrix of runs of 4 lanes, turned.
-HWY_INLINE void turn_quads(VF (&x)[kLanes / 4]) {
+// Runs of 4 lanes, `stride` floats apart.
+HWY_INLINE void store_quads(VF x, float* out, int64_t stride) {
+  const hn::Full128<float> d4;
 #if HWY_TARGET == HWY_AVX3
-  const auto even = [](VF a, VF b) { return VF{_mm512_shuffle_f32x4(a.raw, b.raw, 0x88)}; };  // runs 0 and 2 of each
-  const auto odd = [](VF a, VF b) { return VF{_mm512_shuffle_f32x4(a.raw, b.raw, 0xDD)}; };
-  const VF a = even(x[0], x[1]), b = odd(x[0], x[1]), c = even(x[2], x[3]), d = odd(x[2], x[3]);
-  x[0] = even(a, c), x[1] = even(b, d), x[2] = odd(a, c), x[3] = odd(b, d);
+  const hn::Half<DF> d8;
+  const auto low = hn::LowerHalf(d8, x), high = hn::UpperHalf(d8, x);
+  hn::StoreU(hn::LowerHalf(d4, low), d4, out);
+  hn::StoreU(hn::UpperHalf(d4, low), d4, out + stride);
+  hn::StoreU(hn::LowerHalf(d4, high), d4, out + 2 * stride);
+  hn::StoreU(hn::UpperHalf(d4, high), d4, out + 3 * stride);
 #elif HWY_TARGET == HWY_AVX2
-  const VF low = hn::ConcatLowerLower(DF(), x[1], x[0]);
-  x[1] = hn::ConcatUpperUpper(DF(), x[1], x[0]), x[0] = low;
+  hn::StoreU(hn::LowerHalf(d4, x), d4, out);
+  hn::StoreU(hn::UpperHalf(d4, x), d4, out + stride);
 #else
-  (void)x;
+  hn::StoreU(x, d4, out);
+  (void)stride;
 #endif
 }
 
@@ -279,41 +283,22 @@ HWY_INLINE void turn_quads(VF (&x)[kLanes / 4]) {
 template <Element kType>
 HWY_INLINE void turn_values(const StripRows* strips, int64_t channels, int64_t token, float* turned) {
   for (int64_t first = 0; first < channels; first += kLine) {
-    for (int n = 0; n < kLineVectors; n++) {
-      VF quads[4][kLanes / 4];  // [channel of a run of 4][run of tokens]
-      KIVI_UNROLL
-      for (int i = 0; i < kLanes / 4; i++) {
+    for (int64_t i = 0; i < kLanes; i += 4) {
+      for (int n = 0; n < kLineVectors; n++) {
         const auto row = [&](int64_t t) {
-          return load_as_float<kType>(strips[first / kLine].row(token + 4 * i + t), n * kLanes);
+          return load_as_float<kType>(strips[first / kLine].row(token + i + t), n * kLanes);
         };
         const VF a = row(0), b = row(1), c = row(2), d = row(3);
         const VF ac = hn::InterleaveLower(DF(), a, c), bd = hn::InterleaveLower(DF(), b, d);
         const VF AC = hn::InterleaveUpper(DF(), a, c), BD = hn::InterleaveUpper(DF(), b, d);
-        quads[0][i] = hn::InterleaveLower(DF(), ac, bd), quads[1][i] = hn::InterleaveUpper(DF(), ac, bd);
-        quads[2][i] = hn::InterleaveLower(DF(), AC, BD), quads[3][i] = hn::InterleaveUpper(DF(), AC, BD);
-      }
-      KIVI_UNROLL
-      for (int j = 0; j < 4; j++) {
-        turn_quads(quads[j]);
-        KIVI_UNROLL
-        for (int i = 0; i < kLanes / 4; i++) {
-          store_float(quads[j][i], turned + (first + n * kLanes + 4 * i + j) * kLanes);
-        }
+        float* const out = turned + (first + n * kLanes) * kLanes + i;  // channels 4 j, 4 j + 1, 4 j + 2, 4 j + 3
+        store_quads(hn::InterleaveLower(DF(), ac, bd), out, 4 * kLanes);
+        store_quads(hn::InterleaveUpper(DF(), ac, bd), out + kLanes, 4 * kLanes);
+        store_quads(hn::InterleaveLower(DF(), AC, BD), out + 2 * kLanes, 4 * kLanes);
+        store_quads(hn::InterleaveUpper(DF(), AC, BD), out + 3 * kLanes, 4 * kLanes);
       }
     }
   }
-}
-
-// Of turned numbers. (A function by itself: inlined, g++ keeps an extreme in memory.)
-HWY_NOINLINE inline void range_of_turned(const float* turned, int64_t channels, Range& range, VF& sum) {
-  Range r;
-  VF total = splat(0.0f);
-  for (int64_t c = 0; c < channels; c++) {
-    const VF x = load_float(turned + c * kLanes);
-    widen(r, x);
-    total = hn::Add(total, x);
-  }
-  range = r, sum = total;
 }
 
 template <Element kType>
@@ -327,16 +312,10 @@ HWY_INLINE void choose_value_scales(const EncodeParams& p, const StripRows* stri
     const int64_t channels = std::min(layout.v_group, dim - g * layout.v_group);
     const StripRows* own = strips + g * layout.v_group / kLine;
     for (int64_t t = 0; t < group; t += kLanes) {
+      const Range range = value_ranges<kType>(own, ceil_div(channels, kLine), t);
       alignas(64) float turned[kMaxHeadDim * kLanes];
-      Range range;
-      VF sum = splat(0.0f);
-      if (chooser.rules.looks_at_numbers()) {
-        turn_values<kType>(own, channels, t, turned);
-        range_of_turned(turned, channels, range, sum);
-      } else {
-        range = value_ranges<kType>(own, ceil_div(channels, kLine), t);
-      }
-      const Choice c = chooser.choose(range, turned, channels, sum);
+      if (chooser.rules.looks_at_numbers()) turn_values<kType>(own, channels, t, turned);
+      const Choice c = chooser.choose(range, turned, channels);
       const int64_t at = g * group + t;
       hn::Store(c.coder.scale, DF(), scales.scale + at);
       hn::Store(c.coder.zero, DF(), scales.zero + at);
@@ -421,7 +400,7 @@ bool encode_values(const EncodeParams& p, bool buffered) {
     strips[num_strips - 1] = fill_strip<kType>(strips[num_strips - 1], f.group_size, last_valid, true, filled);
   }
   ValueScales scales;
-  Chooser chooser(GroupRules{f.scale_type, kBits, f.v_symmetric, false, f.v_gain_correction, f.v_search});
+  Chooser chooser(GroupRules{f.scale_type, kBits, f.v_symmetric, false, f.v_gain_correction, &f.v_search});
   choose_value_scales<kType>(p, strips, chooser, scales);
   for (int64_t s = 0; s < num_strips; s++) {
     const int64_t valid = s + 1 < num_strips ? kLine : last_valid;
