@@ -54,7 +54,8 @@ int64_t numbers_of(const CacheOptions& o) {
   return o.num_kv_heads * (o.head_dim + o.value_head_dim.value_or(o.head_dim));
 }
 
-// Bits of a token, all kv heads: whole, since a record is made of whole bytes for at most 128 tokens, in lines of 64.
+// Bits of a token, all kv heads: whole, since a record is made of whole bytes for at most 128 tokens, a
+// multiple of 32.
 int64_t token_bits(const LayerCandidate& c) {
   return std::llround(c.bits * static_cast<double>(numbers_of(c.options)));
 }

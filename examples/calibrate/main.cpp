@@ -76,7 +76,7 @@ struct Captured {
 Options parse_options(int argc, char** argv) {
   Options options;
   for (const char* bits : {"K2V2", "K3V2", "K3V3", "K4V2", "K4V3"}) options.candidates += "," + (bits + kRefined);
-  using Action = std::function<void(const std::string& option, const std::string& value)>;
+  using smollm2::Action;
   const auto number = [](int64_t* target, int64_t least, int64_t most) -> Action {
     return [=](const std::string& option, const std::string& value) {
       *target = smollm2::integer(option, value, least, most);
@@ -113,7 +113,7 @@ Options parse_options(int argc, char** argv) {
        }},
   };
   for (int i = 1; i < argc; ++i) {
-    std::string option = argv[i], value;
+    const std::string option = argv[i];
     if (option == "--help" || option == "-h") {
       options.help = true;
       return options;
@@ -122,16 +122,7 @@ Options parse_options(int argc, char** argv) {
       options.unweighted = true;
       continue;
     }
-    const std::size_t equals = option.find('=');  // --name=value as well as --name value
-    const bool joined = equals != std::string::npos;
-    if (joined) value = option.substr(equals + 1), option.resize(equals);
-    const auto found = with_value.find(option);
-    if (found == with_value.end()) throw std::invalid_argument("unknown option '" + option + "'; --help lists them");
-    if (!joined) {
-      if (i + 1 == argc) throw std::invalid_argument(option + " needs a value");
-      value = argv[++i];
-    }
-    found->second(option, value);
+    smollm2::take_option(with_value, argc, argv, &i);
   }
   if (!options.capture.empty() && !(options.model.empty() && options.text.empty())) {
     throw std::invalid_argument("--capture takes the place of --model and --text: give one or the other");

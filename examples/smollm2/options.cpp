@@ -110,11 +110,27 @@ each generates, the bytes of its cache, its speed, and its perplexity on a text.
 )";
 }
 
+void take_option(const std::map<std::string, Action>& with_value, int argc, char** argv, int* i) {
+  std::string option = argv[*i], value;
+  const std::size_t equals = option.find('=');
+  const bool joined = option.compare(0, 2, "--") == 0 && equals != std::string::npos;
+  if (joined) {
+    value = option.substr(equals + 1);
+    option.resize(equals);
+  }
+  const auto found = with_value.find(option);
+  if (found == with_value.end()) throw std::invalid_argument("unknown option '" + option + "'; --help lists them");
+  if (!joined) {
+    if (*i + 1 == argc) throw std::invalid_argument(option + " needs a value");
+    value = argv[++*i];
+  }
+  found->second(option, value);
+}
+
 Options parse_options(int argc, char** argv) {
   Options options;
   CacheConfig common;
   std::string bits = "K8V8,K4V4,K4V2,K2V2";
-  using Action = std::function<void(const std::string& option, const std::string& value)>;
   const auto number = [](int64_t* target, int64_t least, int64_t most) -> Action {
     return [=](const std::string& option, const std::string& value) { *target = integer(option, value, least, most); };
   };
@@ -190,25 +206,11 @@ Options parse_options(int argc, char** argv) {
        }},
   };
   for (int i = 1; i < argc; ++i) {
-    std::string option = argv[i];
-    if (const auto found = alone.find(option); found != alone.end()) {
+    if (const auto found = alone.find(argv[i]); found != alone.end()) {
       found->second();
       continue;
     }
-    std::string value;
-    const std::size_t equals = option.find('=');  // --name=value as well as --name value
-    const bool joined = option.compare(0, 2, "--") == 0 && equals != std::string::npos;
-    if (joined) {
-      value = option.substr(equals + 1);
-      option.resize(equals);
-    }
-    const auto found = with_value.find(option);
-    if (found == with_value.end()) throw std::invalid_argument("unknown option '" + option + "'; --help lists them");
-    if (!joined) {
-      if (i + 1 == argc) throw std::invalid_argument(option + " needs a value");
-      value = argv[++i];
-    }
-    found->second(option, value);
+    take_option(with_value, argc, argv, &i);
   }
   for (const std::string& part : split(bits)) {
     if (part == "fp32") continue;  // it is always there

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -32,6 +34,11 @@ struct Options {
 CacheConfig cache_config(const std::string& option, const std::string& text);
 std::vector<std::string> split(const std::string& list);  // at its commas
 int64_t integer(const std::string& option, const std::string& text, int64_t least, int64_t most);
+
+// Options that take a value: what each does with its name and value. `take_option` carries out argv[*i], written as
+// --name value or --name=value, and leaves *i at the last word that belongs to it.
+using Action = std::function<void(const std::string& option, const std::string& value)>;
+void take_option(const std::map<std::string, Action>& with_value, int argc, char** argv, int* i);
 
 // These throw std::invalid_argument with a sentence that names the option.
 Options parse_options(int argc, char** argv);
