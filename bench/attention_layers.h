@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "cpu/half.h"
 #include "cpu/kernels.h"
+#include "format/half.h"
 #include "machine.h"
 
 namespace kivi::bench {
@@ -70,7 +70,7 @@ struct Output {
 
 class CacheLayers {
  public:
-  static constexpr cpu::Element kExactType = cpu::Element::kFloat16;
+  static constexpr Element kExactType = Element::kFloat16;
   static constexpr float kWide = 10;  // from scores up to +-4 to scores up to +-40
 
   CacheLayers(const Shape& s, int64_t least_bytes)
@@ -104,18 +104,18 @@ class CacheLayers {
     for (size_t b = 0; b < lengths_.size(); b++) {
       const int64_t records = quantized_[b] / format.group_size * shape.kv_heads;
       const int64_t exact = (lengths_[b] - quantized_[b]) * shape.kv_heads * 2 * shape.dim;
-      bytes += records * layout.bytes + exact * cpu::element_bytes(kExactType);
+      bytes += records * layout.bytes + exact * element_bytes(kExactType);
     }
     return static_cast<double>(bytes);
   }
 
   // Parameters for the layer whose turn it is; scores up to +-4.
-  cpu::AttentionParams next_layer(bool exact, float* out, float* lse) {
+  AttentionParams next_layer(bool exact, float* out, float* lse) {
     turn_ = (turn_ + 1) % count_;
     return params(turn_, 1, exact, out, lse);
   }
   // Parameters for the first layer; scores up to +-4 * factor.
-  cpu::AttentionParams first_layer(float factor, bool exact, float* out, float* lse) const {
+  AttentionParams first_layer(float factor, bool exact, float* out, float* lse) const {
     return params(0, factor, exact, out, lse);
   }
   const Output& want() const { return want_[0]; }
@@ -164,8 +164,8 @@ class CacheLayers {
     // A scale and a zero, which a byte holds in steps of the scale.
     const auto put = [&](int64_t scales, int64_t zeros, int64_t i, int64_t bits, float scale, float zero) {
       if (layout.scale_bytes == 1) {
-        const uint8_t byte = record[static_cast<size_t>(scales + i)] = cpu::float_to_float8(scale);
-        const float stored = cpu::half_to_float(cpu::float8_to_half(byte));
+        const uint8_t byte = record[static_cast<size_t>(scales + i)] = float_to_float8(scale);
+        const float stored = half_to_float(float8_to_half(byte));
         if (zeros < layout.bytes) {
           const float steps = std::round(zero / stored * zero_steps(bits));
           record[static_cast<size_t>(zeros + i)] =
@@ -173,9 +173,9 @@ class CacheLayers {
         }
         return stored;
       }
-      cpu::store_element(record.data() + scales, cpu::Element::kFloat16, i, scale);
-      cpu::store_element(record.data() + zeros, cpu::Element::kFloat16, i, zero);
-      return cpu::load_element(record.data() + scales, cpu::Element::kFloat16, i);
+      store_element(record.data() + scales, Element::kFloat16, i, scale);
+      store_element(record.data() + zeros, Element::kFloat16, i, zero);
+      return load_element(record.data() + scales, Element::kFloat16, i);
     };
     // By place; with classes the channel in it is another one.
     std::vector<int64_t> k_bits, channel;
@@ -205,7 +205,7 @@ class CacheLayers {
       array.resize(static_cast<size_t>(rows * tokens * shape.dim));
       for (size_t i = 0; i < array.size(); i++) {
         const float size = keys ? channel_size(static_cast<int64_t>(i) % shape.dim) : 1.0f;
-        array[i] = cpu::float_to_half(normal_(random_) * size);
+        array[i] = float_to_half(normal_(random_) * size);
       }
     };
     fill(sink_k_, shape.sink_length, true), fill(sink_v_, shape.sink_length, false);
@@ -215,8 +215,8 @@ class CacheLayers {
   }
 
   void fill_params() {
-    cpu::AttentionParams& p = params_;
-    p.format = &format, p.layout = &layout;
+    AttentionParams& p = params_;
+    p.format = format, p.layout = layout;
     p.batch = static_cast<int64_t>(lengths_.size()), p.num_heads = shape.heads, p.q_len = shape.q_len;
     p.q = q_.data(), p.q_row_stride = shape.dim, p.q_head_stride = shape.q_len * shape.dim;
     p.q_batch_stride = shape.heads * p.q_head_stride;
@@ -228,8 +228,8 @@ class CacheLayers {
     p.causal = true;
   }
 
-  cpu::AttentionParams params(int64_t layer, float factor, bool exact, float* out, float* lse) const {
-    cpu::AttentionParams p = params_;
+  AttentionParams params(int64_t layer, float factor, bool exact, float* out, float* lse) const {
+    AttentionParams p = params_;
     p.pool = pool_->data() + layer * layer_bytes_;
     p.scale *= factor;
     p.exact = exact, p.out = out, p.lse = lse;
@@ -249,9 +249,9 @@ class CacheLayers {
       const int64_t slot = sink ? row * shape.sink_length + t : row * capacity + (t - shape.sink_length) % capacity;
       for (int64_t c = 0; c < d; c++) {
         k[static_cast<size_t>(t * d + c)] =
-            cpu::half_to_float((sink ? sink_k_ : window_k_)[static_cast<size_t>(slot * d + c)]);
+            half_to_float((sink ? sink_k_ : window_k_)[static_cast<size_t>(slot * d + c)]);
         v[static_cast<size_t>(t * d + c)] =
-            cpu::half_to_float((sink ? sink_v_ : window_v_)[static_cast<size_t>(slot * d + c)]);
+            half_to_float((sink ? sink_v_ : window_v_)[static_cast<size_t>(slot * d + c)]);
       }
     }
     const int64_t records = kPageTokens / format.group_size;
@@ -261,7 +261,7 @@ class CacheLayers {
       const auto at = static_cast<size_t>((shape.sink_length + t) * d);
       cpu::kernels_for(cpu::Isa::kScalar)
           ->decode({&format, &layout, pool_->data() + page * params_.page_bytes + record * layout.bytes, 0,
-                    format.group_size, &k[at], &v[at], d, d, cpu::Element::kFloat32, false, params_.k_order});
+                    format.group_size, &k[at], &v[at], d, d, Element::kFloat32, false, params_.k_order});
     }
   }
 
@@ -333,7 +333,7 @@ class CacheLayers {
   std::vector<uint16_t> sink_k_, sink_v_, window_k_, window_v_;
   std::vector<int16_t> order_;      // of the keys, with classes
   std::vector<float> q_, k_scale_;  // k_scale_: the largest of every channel
-  cpu::AttentionParams params_{};
+  AttentionParams params_{};
   std::mt19937 random_;
   std::normal_distribution<float> normal_;
   Output want_[2];

@@ -274,8 +274,8 @@ class Steps {
   void attend(int64_t step) {
     const int64_t length = kStart + step, quantized = 0, stride = (kStart + kSteps) * kDim;
     const int32_t no_page = 0;
-    cpu::AttentionParams p{};
-    p.format = &format_, p.layout = &layout_, p.batch = 1, p.num_heads = kHeads, p.q_len = 1;
+    AttentionParams p{};
+    p.format = format_, p.layout = layout_, p.batch = 1, p.num_heads = kHeads, p.q_len = 1;
     p.q = q_.const_data_ptr<float>() + step * kHeads * kDim;
     p.q_batch_stride = kHeads * kDim, p.q_head_stride = p.q_row_stride = kDim;
     p.page_bytes = page_bytes(format_).value, p.block_table = &no_page, p.block_table_stride = 1;

@@ -12,15 +12,14 @@
 #include <string>
 #include <vector>
 
-#include "cpu/codes.h"
-#include "cpu/half.h"
+#include "format/codes.h"
+#include "format/half.h"
 #include "harness.h"
 
 namespace {
 
 using namespace kivi;
 using namespace kivi::bench;
-using cpu::Element;
 using cpu::Kernels;
 
 constexpr int64_t kHeads = 8, kDim = 128, kGroup = 32;
@@ -34,7 +33,7 @@ double copy_seconds[3], fill_seconds[3];
 // Keys and values of one type, [head][token][channel], as often as it takes to be cold, and as much memory to write to.
 struct Inputs {
   explicit Inputs(Element t) : type(t) {
-    const int64_t bytes = elements() * cpu::element_bytes(t), sets = quick ? 1 : kColdBytes / (2 * bytes) + 1;
+    const int64_t bytes = elements() * element_bytes(t), sets = quick ? 1 : kColdBytes / (2 * bytes) + 1;
     std::mt19937 random(11);
     std::normal_distribution<float> normal;
     for (int64_t s = 0; s < sets; s++) {
@@ -47,8 +46,8 @@ struct Inputs {
       }
       for (int64_t i = 0; i < elements(); i++) {
         const bool outlier = i % kDim % 32 == 3;
-        cpu::store_element(k[0].data(), t, i, normal(random) * (outlier ? 20.0f : 1.0f));
-        cpu::store_element(v[0].data(), t, i, normal(random));
+        store_element(k[0].data(), t, i, normal(random) * (outlier ? 20.0f : 1.0f));
+        store_element(v[0].data(), t, i, normal(random));
       }
     }
   }
@@ -66,14 +65,14 @@ Inputs& inputs_of(Element type) {
   return *inputs;
 }
 
-const void* at(const Memory& m, Element type, int64_t i) { return m.data() + i * cpu::element_bytes(type); }
-void* at(Memory& m, Element type, int64_t i) { return m.data() + i * cpu::element_bytes(type); }
+const void* at(const Memory& m, Element type, int64_t i) { return m.data() + i * element_bytes(type); }
+void* at(Memory& m, Element type, int64_t i) { return m.data() + i * element_bytes(type); }
 
 void report(benchmark::State& state, const Samples& samples, double read, double written, Element type) {
   report_time(state, samples, read + written);
   if (samples.empty()) return;
   const auto t = static_cast<size_t>(type);
-  const double values = static_cast<double>(2 * elements() * cpu::element_bytes(type));
+  const double values = static_cast<double>(2 * elements() * element_bytes(type));
   if (copy_seconds[t] > 0 && read >= values)
     state.counters["x_copy"] = samples.least() / copy_seconds[t] * values / read;
   if (fill_seconds[t] > 0 && written >= values) {
@@ -83,7 +82,7 @@ void report(benchmark::State& state, const Samples& samples, double read, double
 
 // Copying K and V once, and filling as much memory.
 void add_baselines(Element type) {
-  const auto bytes = static_cast<size_t>(elements() * cpu::element_bytes(type));
+  const auto bytes = static_cast<size_t>(elements() * element_bytes(type));
   const double both = 2.0 * static_cast<double>(bytes);
   add_benchmark(std::string("copy/type:") + type_name(type), [=](benchmark::State& state, Samples& samples) {
     Inputs& in = inputs_of(type);
@@ -113,8 +112,8 @@ void add_baselines(Element type) {
 double group_error(const Memory& x, const Memory& back, Element type, int64_t from, int64_t stride, int64_t bits) {
   double low = INFINITY, high = -INFINITY, worst = 0;
   for (int64_t i = from; i < from + kGroup * stride; i += stride) {
-    const auto value = static_cast<double>(cpu::load_element(x.data(), type, i));
-    const double error = std::fabs(value - static_cast<double>(cpu::load_element(back.data(), type, i)));
+    const auto value = static_cast<double>(load_element(x.data(), type, i));
+    const double error = std::fabs(value - static_cast<double>(load_element(back.data(), type, i)));
     low = std::min(low, value), high = std::max(high, value), worst = error <= worst ? worst : error;
   }
   return worst / (high - low) * static_cast<double>((1 << bits) - 1);
@@ -173,7 +172,7 @@ class Records {
   }
   void decode(const Kernels& kernels, const Memory& records, Memory& k, Memory& v) const {
     // As cache_dequantize does.
-    const bool stream = 2 * groups_ * kGroup * kDim * cpu::element_bytes(type_) >= cpu::kStreamBytes;
+    const bool stream = 2 * groups_ * kGroup * kDim * element_bytes(type_) >= cpu::kStreamBytes;
     for (int64_t g = 0; g < groups_; g++) {
       const int64_t from = g * kGroup * kDim;
       kernels.decode({&format_, &layout_, records.data() + g * layout_.bytes, 0, kGroup, at(k, type_, from),
@@ -186,8 +185,8 @@ class Records {
     double error[2] = {0, 0}, size[2] = {0, 0};
     for (int64_t i = 0; i < elements(); i++) {
       for (const int side : {0, 1}) {
-        const auto x = static_cast<double>(cpu::load_element((side == 0 ? k : v).data(), type_, i));
-        const auto y = static_cast<double>(cpu::load_element((side == 0 ? k_back : v_back).data(), type_, i));
+        const auto x = static_cast<double>(load_element((side == 0 ? k : v).data(), type_, i));
+        const auto y = static_cast<double>(load_element((side == 0 ? k_back : v_back).data(), type_, i));
         error[side] += (x - y) * (x - y), size[side] += x * x;
       }
     }
@@ -274,15 +273,15 @@ void run_encode(benchmark::State& state, Samples& samples, const RecordCase& c) 
   });
   if (!fits || !same(out[turn], want.records, r.bytes()))
     fail(state, "WRONG RESULT: records differ from the scalar kernel's");
-  report(state, samples, 2.0 * static_cast<double>(elements() * cpu::element_bytes(c.type)),
-         static_cast<double>(r.bytes()), c.type);
+  report(state, samples, 2.0 * static_cast<double>(elements() * element_bytes(c.type)), static_cast<double>(r.bytes()),
+         c.type);
 }
 
 void run_decode(benchmark::State& state, Samples& samples, const RecordCase& c) {
   Inputs& in = inputs_of(c.type);
   const Records r(c);
   const Reference& want = reference_of(c);
-  const int64_t bytes = elements() * cpu::element_bytes(c.type);
+  const int64_t bytes = elements() * element_bytes(c.type);
   std::vector<Memory>&k = in.k_out, &v = in.v_out;
   std::vector<Memory> records;
   for (int64_t s = 0; s < in.sets(); s++) {
@@ -337,7 +336,7 @@ class Dense {
     inner_ = c.along_tokens ? kDim : 1;
   }
   void quantize(const Kernels& kernels, const Memory& x, Quantized& to) const {
-    cpu::QuantizeParams p{};
+    QuantizeParams p{};
     p.outer = outer_, p.n = n_, p.inner = inner_, p.bits = bits_, p.group_size = kGroup;
     p.x = x.data(), p.type = Element::kFloat32;
     p.x_outer_stride = n_ * inner_, p.x_n_stride = inner_, p.x_inner_stride = 1;
@@ -345,7 +344,7 @@ class Dense {
     kernels.quantize(p, 0, units());
   }
   void dequantize(const Kernels& kernels, const Quantized& from, Memory& x) const {
-    cpu::DequantizeParams p{};
+    DequantizeParams p{};
     p.outer = outer_, p.n = n_, p.inner = inner_, p.bits = bits_, p.group_size = kGroup;
     p.codes = from.codes.data(), p.scale = from.scale.as<float>(), p.zero = from.zero.as<float>();
     p.codes_strides[0] = n_ * bits_ / 8 * inner_;

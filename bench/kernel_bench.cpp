@@ -55,7 +55,7 @@ class Attention {
 
  private:
   // As ops/attention_cpu.cpp does it, the plan included.
-  void call(const cpu::AttentionParams& p) {
+  void call(const AttentionParams& p) {
     int64_t floats = 0;
     const int64_t count = cpu::attention_plan(p, nullptr, &floats);
     if (items_.size() < static_cast<size_t>(count)) items_.resize(static_cast<size_t>(count));

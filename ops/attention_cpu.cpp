@@ -30,14 +30,14 @@ constexpr int64_t kGrainProducts = int64_t{1} << 19;
 constexpr int64_t kMergeGrainFloats = int64_t{1} << 15;
 
 // Items that one thread should take at least. Only who runs an item depends on it, never a result.
-int64_t items_per_thread(const cpu::AttentionParams& p, int64_t count) {
+int64_t items_per_thread(const AttentionParams& p, int64_t count) {
   int64_t keys = 0;
   for (int64_t b = 0; b < p.batch; b++) keys += p.lengths[b] + p.new_len;
   const int64_t products = keys * p.num_heads * p.q_len * (p.format->head_dim + p.format->value_head_dim);
   return std::max<int64_t>(1, kGrainProducts * count / std::max<int64_t>(products, 1));
 }
 
-void run(const cpu::AttentionParams& p) {
+void run(const AttentionParams& p) {
   static thread_local Scratch scratch;
   int64_t floats = 0;
   const int64_t count = cpu::attention_plan(p, nullptr, &floats);
@@ -96,9 +96,9 @@ std::tuple<at::Tensor, at::Tensor> cache_attention_cpu(
 
   const CacheView cache(tensors, format);
   const at::Tensor q = with_contiguous_channels(q_arg);
-  cpu::AttentionParams p{};
-  p.format = &cache.format;
-  p.layout = &cache.layout;
+  AttentionParams p{};
+  p.format = cache.format;
+  p.layout = cache.layout;
   p.batch = cache.batch;
   p.num_heads = q.size(1);
   p.q_len = q.size(2);
@@ -173,7 +173,7 @@ std::tuple<at::Tensor, at::Tensor> cache_attention_cpu(
     }
     mask = expand_mask(*attn_mask, sym_batch, p.num_heads, p.q_len, keys);
     p.mask = mask.const_data_ptr();
-    p.mask_type = mask.scalar_type() == at::kBool ? cpu::MaskType::kBool : cpu::MaskType::kFloat32;
+    p.mask_type = mask.scalar_type() == at::kBool ? MaskType::kBool : MaskType::kFloat32;
     for (int i = 0; i < 4; i++) p.mask_strides[i] = mask.stride(i);
   }
 

@@ -275,7 +275,7 @@ void cache_append_cpu(at::Tensor& pool, const at::Tensor& block_table, at::Tenso
 // Dequantised tokens [first, last) of the quantised part (counted from the end of the sink) of one row and head.
 void decode_range(const CacheView& cache, int64_t b, int64_t h, int64_t first, int64_t last, char* k, char* v,
                   bool stream) {
-  const int64_t group = cache.format.group_size, size = cpu::element_bytes(cache.type);
+  const int64_t group = cache.format.group_size, size = element_bytes(cache.type);
   for (int64_t t = first; t < last;) {
     const int64_t in_group = t % group, count = std::min(group - in_group, last - t);
     cpu::DecodeParams p{};

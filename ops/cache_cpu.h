@@ -48,7 +48,7 @@ struct CacheView {
   const int64_t* lengths;
   const int64_t* quantized;
   const int16_t* k_order;  // null without classes
-  cpu::Element type;
+  Element type;
   ExactPart sink_k, sink_v, window_k, window_v;
 };
 

@@ -7,14 +7,14 @@
 
 namespace kivi {
 
-inline cpu::Element element_of(at::ScalarType type) {
+inline Element element_of(at::ScalarType type) {
   switch (type) {
     case at::kFloat:
-      return cpu::Element::kFloat32;
+      return Element::kFloat32;
     case at::kHalf:
-      return cpu::Element::kFloat16;
+      return Element::kFloat16;
     case at::kBFloat16:
-      return cpu::Element::kBFloat16;
+      return Element::kBFloat16;
     default:
       TORCH_CHECK_TYPE(false, "expected float32, float16 or bfloat16, got ", type);
   }

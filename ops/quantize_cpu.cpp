@@ -33,8 +33,8 @@ void run_units(const Params& p, Kernel kernel) {
                    [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
-cpu::QuantizeParams quantize_params(const AxisView& x, int64_t bits, int64_t group_size) {
-  cpu::QuantizeParams p{};
+QuantizeParams quantize_params(const AxisView& x, int64_t bits, int64_t group_size) {
+  QuantizeParams p{};
   p.outer = x.outer;
   p.n = x.n;
   p.inner = x.inner;
@@ -56,7 +56,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> quantize_cpu(const at::Tensor& x,
   at::Tensor scale = at::empty(C10_AS_INTARRAYREF_SLOW(shapes.scale), as_float);
   at::Tensor zero = at::empty_like(scale);
   const AxisView view = view_around_axis(x, shapes.axis);
-  cpu::QuantizeParams p = quantize_params(view, bits, group_size);
+  QuantizeParams p = quantize_params(view, bits, group_size);
   p.codes = codes.mutable_data_ptr<uint8_t>();
   p.scale = scale.mutable_data_ptr<float>();
   p.zero = zero.mutable_data_ptr<float>();
@@ -68,7 +68,7 @@ at::Tensor fake_quantize_cpu(const at::Tensor& x, int64_t axis, int64_t bits, in
   const QuantizeShapes shapes = quantize_shapes(x, axis, bits, group_size);
   at::Tensor out = at::empty(x.sizes(), x.options().dtype(at::kFloat).memory_format(at::MemoryFormat::Contiguous));
   const AxisView view = view_around_axis(x, shapes.axis);
-  cpu::QuantizeParams p = quantize_params(view, bits, group_size);
+  QuantizeParams p = quantize_params(view, bits, group_size);
   p.values = out.mutable_data_ptr<float>();
   run_units(p, cpu::kernels().quantize);
   return out;
@@ -81,7 +81,7 @@ at::Tensor dequantize_cpu(const at::Tensor& codes, const at::Tensor& scale, cons
   const auto shape = dequantize_shape(codes, scale, zero, axis, bits, group_size, size, dtype);
   at::Tensor out = at::empty(C10_AS_INTARRAYREF_SLOW(shape), at::TensorOptions().dtype(dtype).device(codes.device()));
   const AxisView c = view_around_axis(codes, axis), s = view_around_axis(scale, axis), z = view_around_axis(zero, axis);
-  cpu::DequantizeParams p{};
+  DequantizeParams p{};
   p.outer = c.outer;
   p.n = size.expect_int();
   p.inner = c.inner;

@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/half.h"
+#include "format/half.h"
 
 namespace kivi::cpu {
 namespace {
@@ -34,7 +34,7 @@ Pages seen_pages(const AttentionParams& p, const KeyRanges& ranges, int64_t firs
   const int64_t pages = ceil_div(ranges.quantized, kPageTokens);
   if (p.window <= 0) return {0, pages};
   // The first quantised token in that query's window; the windows of later queries begin later.
-  const int64_t begin = query_position(ranges, first_query) - p.window + 1 - p.format->sink_length;
+  const int64_t begin = query_position(ranges, first_query) - p.window + 1 - p.format.sink_length;
   const int64_t first = std::min(std::max<int64_t>(begin, 0) / kPageTokens, pages);
   return {first, pages - first};
 }
@@ -76,8 +76,8 @@ class Planner {
     item.first_page = pages.first;
     item.num_pages = pages.count;
     item.exact_keys = true;
-    const int64_t shortest = p_.format->num_kv_heads > 1 ? kMinRunPages : kMinRunPagesOneHead;
-    const int64_t even = ceil_div(pages.count * p_.format->num_kv_heads, kItemsPerSequence);
+    const int64_t shortest = p_.format.num_kv_heads > 1 ? kMinRunPages : kMinRunPagesOneHead;
+    const int64_t even = ceil_div(pages.count * p_.format.num_kv_heads, kItemsPerSequence);
     const int64_t run = std::max({shortest, even, ceil_div(pages.count, kMaxRuns)});
     const int64_t runs = ceil_div(pages.count, run);
     const int64_t exact = ranges.sink + (ranges.cached - ranges.window_begin) + ranges.fresh;
@@ -113,7 +113,7 @@ class Planner {
 int64_t attention_plan(const AttentionParams& params, AttentionItem* items, int64_t* partial_floats) {
   Planner planner(params, items);
   for (int64_t b = 0; b < params.batch; b++) {
-    for (int64_t h = 0; h < params.format->num_kv_heads; h++) planner.add_head(b, h);
+    for (int64_t h = 0; h < params.format.num_kv_heads; h++) planner.add_head(b, h);
   }
   *partial_floats = planner.floats();
   return planner.count();
@@ -121,7 +121,7 @@ int64_t attention_plan(const AttentionParams& params, AttentionItem* items, int6
 
 void attention_merge(const AttentionParams& params, const AttentionItem* items, int64_t begin, int64_t end,
                      const float* partials) {
-  const int64_t channels = params.layout->v_channels;
+  const int64_t channels = params.layout.v_channels;
   std::vector<float> acc(static_cast<size_t>(channels));
   for (int64_t i = begin; i < end; i++) {
     const AttentionItem* run = items + i;
@@ -169,7 +169,7 @@ void finish_row(const AttentionParams& params, const AttentionItem& item, int64_
     lse = (top + std::log2(total)) * kLn2;
   }
   const int64_t out_row = (item.batch * params.num_heads + r.head) * params.q_len + r.query;
-  const int64_t channels = params.format->value_head_dim;
+  const int64_t channels = params.format.value_head_dim;
   for (int64_t d = 0; d < channels; d++) {
     store_element(params.out, params.q_type, out_row * channels + d, seen ? acc[d] * factor : 0.0f);
   }

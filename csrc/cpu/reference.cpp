@@ -9,10 +9,10 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/codes.h"
-#include "cpu/half.h"
 #include "cpu/plan.h"
-#include "cpu/reference_group.h"
+#include "format/codes.h"
+#include "format/group.h"
+#include "format/half.h"
 
 namespace kivi::cpu {
 
@@ -106,9 +106,9 @@ class Item {
       : p_(params),
         item_(item),
         ranges_(key_ranges(params, item.batch)),
-        head_dim_(params.format->head_dim),
-        value_dim_(params.format->value_head_dim),
-        v_channels_(params.layout->v_channels),
+        head_dim_(params.format.head_dim),
+        value_dim_(params.format.value_head_dim),
+        v_channels_(params.layout.v_channels),
         queries_(static_cast<size_t>(item.num_rows * head_dim_)),
         acc_(static_cast<size_t>(item.num_rows * v_channels_)),
         max_(static_cast<size_t>(item.num_rows), -kInfinity),
@@ -127,18 +127,18 @@ class Item {
   }
 
   void run(float* partials) {
-    const int64_t batch_head = item_.batch * p_.format->num_kv_heads + item_.kv_head;
+    const int64_t batch_head = item_.batch * p_.format.num_kv_heads + item_.kv_head;
     if (item_.exact_keys) {
       for (int64_t t = 0; t < ranges_.sink; t++) {
-        const int64_t slot = batch_head * p_.format->sink_length + t;
+        const int64_t slot = batch_head * p_.format.sink_length + t;
         add_exact(t, p_.sink_k, slot * head_dim_, p_.sink_v, slot * value_dim_, p_.cache_type);
       }
     }
     for (int64_t page = item_.first_page; page < item_.first_page + item_.num_pages; page++) add_page(page);
     if (item_.exact_keys) {
-      const int64_t capacity = window_capacity(*p_.format);
+      const int64_t capacity = window_capacity(p_.format);
       for (int64_t t = ranges_.window_begin; t < ranges_.cached; t++) {
-        const int64_t slot = batch_head * capacity + (t - p_.format->sink_length) % capacity;
+        const int64_t slot = batch_head * capacity + (t - p_.format.sink_length) % capacity;
         add_exact(t, p_.window_k, slot * head_dim_, p_.window_v, slot * value_dim_, p_.cache_type);
       }
       for (int64_t t = 0; t < ranges_.fresh; t++) {
@@ -172,14 +172,14 @@ class Item {
   }
 
   void add_page(int64_t page) {
-    const int64_t group = p_.format->group_size;
+    const int64_t group = p_.format.group_size;
     const int64_t begin = page * kPageTokens;
     const int64_t end = std::min(begin + kPageTokens, ranges_.quantized);
     for (int64_t t = begin; t < end; t++) {
       const uint8_t* record = record_address(p_, item_.batch, item_.kv_head, page, (t - begin) / group);
-      const int64_t slot = next_slot(p_.format->sink_length + t);
-      decode_key_row(*p_.format, *p_.layout, record, t % group, order_, &keys_[static_cast<size_t>(slot * head_dim_)]);
-      decode_value_row(*p_.format, *p_.layout, record, t % group, &values_[static_cast<size_t>(slot * value_dim_)]);
+      const int64_t slot = next_slot(p_.format.sink_length + t);
+      decode_key_row(p_.format, p_.layout, record, t % group, order_, &keys_[static_cast<size_t>(slot * head_dim_)]);
+      decode_value_row(p_.format, p_.layout, record, t % group, &values_[static_cast<size_t>(slot * value_dim_)]);
     }
   }
 

@@ -68,7 +68,7 @@ inline Fetch fetch_after(const Job& job, int64_t index, int64_t page, bool last_
     page = item->first_page;
   }
   const PagePart part = page_part(p, *item, page);
-  return {part.records, part.records + part.tokens / p.format->group_size * p.layout->bytes - kLineBytes};
+  return {part.records, part.records + part.tokens / p.format.group_size * p.layout.bytes - kLineBytes};
 }
 
 // Nothing came before the first page of a call that could have spread its prefetches.
@@ -76,7 +76,7 @@ inline void fetch_first_page(const Job& job, int64_t begin) {
   const AttentionItem& item = job.items[begin];
   if (item.num_pages == 0) return;
   const PagePart part = page_part(job.params, item, item.first_page);
-  const int64_t bytes = part.tokens / job.params.format->group_size * job.params.layout->bytes;
+  const int64_t bytes = part.tokens / job.params.format.group_size * job.params.layout.bytes;
   for (int64_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(part.records + at, 0, 2);
 }
 
@@ -98,11 +98,11 @@ class Scratch {
 
 template <int kRows>
 void lay_out(const AttentionParams& p, Rows<kRows>& rows, Pages<kRows>& pages, Scratch& scratch) {
-  const int64_t slots = p.format->group_size == 16 ? 2 * kChunk : kChunk;
+  const int64_t slots = p.format.group_size == 16 ? 2 * kChunk : kChunk;
   // The last class of keys may end in the middle of a unit of 32 wherever it begins.
-  rows.k_padded = round_up(p.layout->k_channels + (p.layout->num_key_classes > 1 ? kLine : 0), 32);
-  rows.v_channels = p.layout->v_channels;
-  rows.v_groups = p.layout->v_groups;
+  rows.k_padded = round_up(p.layout.k_channels + (p.layout.num_key_classes > 1 ? kLine : 0), 32);
+  rows.v_channels = p.layout.v_channels;
+  rows.v_groups = p.layout.v_groups;
   rows.q = scratch.take(kRows * rows.k_padded);
   rows.acc = scratch.take(kRows * rows.v_channels);
   rows.zero_acc = scratch.take(kRows * rows.v_groups * kLanes);
@@ -139,9 +139,9 @@ HWY_NOINLINE void attend_rows(const Job& job, int64_t index, int64_t row) {
   for (int64_t page = item.first_page; page < item.first_page + item.num_pages; page++) {
     Fetch fetch = fetch_after(job, index, page, last_rows);
     const PagePart part = page_part(p, item, page);
-    pages.page(part.records, part.tokens, p.format->sink_length + page * kPageTokens, fetch);
+    pages.page(part.records, part.tokens, p.format.sink_length + page * kPageTokens, fetch);
   }
-  if (p.format->v_rotated && item.num_pages > 0) rows.rotate_back();
+  if (p.format.v_rotated && item.num_pages > 0) rows.rotate_back();
   if (item.exact_keys) exact_keys(p, item, ranges, rows);
   float* out[kRows];
   float sum[kRows];

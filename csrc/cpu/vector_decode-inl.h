@@ -16,8 +16,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cpu/codes.h"
 #include "cpu/vector_record-inl.h"
+#include "format/codes.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kivi::cpu {

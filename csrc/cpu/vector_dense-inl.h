@@ -14,10 +14,10 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/codes.h"
 #include "cpu/reference.h"
 #include "cpu/vector_decode-inl.h"
 #include "cpu/vector_group-inl.h"
+#include "format/codes.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kivi::cpu {

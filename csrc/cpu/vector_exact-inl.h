@@ -179,7 +179,7 @@ struct ExactKeys {
 template <int kRows>
 HWY_NOINLINE void exact_keys(const AttentionParams& p, const AttentionItem& item, const KeyRanges& ranges,
                              Rows<kRows>& rows) {
-  const Format& f = *p.format;
+  const Format& f = p.format;
   const auto attend = [&](Element type, const ExactRun& run) HWY_ATTR {
     if (run.count <= 0 || !rows.sees_any(run.first_key, run.count)) return;
     switch (type) {

@@ -14,8 +14,8 @@
 #include <cfloat>
 #include <limits>
 
-#include "cpu/half.h"
 #include "cpu/vector_scales-inl.h"
+#include "format/half.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kivi::cpu {

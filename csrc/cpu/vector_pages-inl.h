@@ -112,8 +112,8 @@ struct Pages {
 
   void begin(const AttentionParams& p, const AttentionItem& item, Rows<kRows>* r, bool vnni) {
     rows = r;
-    layout = p.layout;
-    const Format& f = *p.format;
+    layout = &p.layout;
+    const Format& f = p.format;
     group_size = f.group_size;
     scales = scale_kind(layout->scale_bytes);
     v_zeros = ZeroRule(f.v_bits, f.v_symmetric);
@@ -163,7 +163,7 @@ struct Pages {
   void order_queries(const int16_t* order) {
     q = rows->q;
     if (order == nullptr) return;
-    const int64_t stride = rows->k_padded, dim = rows->params->format->head_dim;
+    const int64_t stride = rows->k_padded, dim = rows->params->format.head_dim;
     std::memset(q_ordered, 0, static_cast<size_t>(kRows * stride) * sizeof(float));
     for (int r = 0; r < kRows; r++) {
       for (int64_t i = 0; i < dim; i++) q_ordered[r * stride + i] = rows->q[r * stride + order[i]];

@@ -16,9 +16,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu/codes.h"
 #include "cpu/vector_group-inl.h"
 #include "cpu/vector_rotate-inl.h"
+#include "format/codes.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kivi::cpu {

@@ -9,9 +9,9 @@
 #define KIVI_CPU_VECTOR_ROTATE_INL_H_
 #endif
 
-#include "cpu/half.h"
-#include "cpu/rotate.h"
 #include "cpu/vector_simd-inl.h"
+#include "format/half.h"
+#include "format/rotate.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kivi::cpu {

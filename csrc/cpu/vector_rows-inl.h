@@ -158,7 +158,7 @@ struct Rows {
     for (int r = 0; r < kRows; r++) rows[r] = acc + r * v_channels;
     add_zeros(rows);
     std::memset(zero_acc, 0, static_cast<size_t>(kRows * v_groups) * kLanes * sizeof(float));
-    for (int r = 0; r < kRows; r++) rotate(rows[r], params->format->value_head_dim, /*back=*/true);
+    for (int r = 0; r < kRows; r++) rotate(rows[r], params->format.value_head_dim, /*back=*/true);
   }
 
   // The end: out[r] = acc and zeros together, [v_channels] (may be acc itself); total[r] = the sum.
@@ -172,7 +172,7 @@ struct Rows {
 
  private:
   HWY_INLINE void add_zeros(float* const (&out)[kRows]) const {
-    const int64_t group = params->layout->v_group, channels = v_channels;
+    const int64_t group = params->layout.v_group, channels = v_channels;
     for (int64_t g = 0; g < v_groups; g++) {
       VF lanes[kRows];
       KIVI_UNROLL
@@ -205,7 +205,7 @@ struct Rows {
 
   template <Element kType>
   void load_query_as(float* row, int64_t at) {
-    const int64_t channels = params->format->head_dim;
+    const int64_t channels = params->format.head_dim;
     const VF scale = splat(params->scale * kLog2E);
     VF bad = hn::Zero(DF());
     for (int64_t d = 0; d < channels; d += kLanes) {

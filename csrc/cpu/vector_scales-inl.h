@@ -9,8 +9,8 @@
 #define KIVI_CPU_VECTOR_SCALES_INL_H_
 #endif
 
-#include "cpu/half.h"
 #include "cpu/vector_simd-inl.h"
+#include "format/half.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace kivi::cpu {

@@ -108,7 +108,7 @@ class AttentionCase {
   static AttentionResult run(AttentionParams p, const Kernels& kernels, int threads,
                              const std::vector<AttentionItem>& items, int64_t floats) {
     const int64_t rows = p.batch * p.num_heads * p.q_len;
-    Array out(p.q_type, rows * p.format->value_head_dim);
+    Array out(p.q_type, rows * p.format.value_head_dim);
     AttentionResult result;
     result.lse.assign(static_cast<size_t>(rows), 12345.0f);
     p.out = out.data();
@@ -275,8 +275,8 @@ class AttentionCase {
   void make_params() {
     AttentionParams& p = params_;
     const Format& f = spec_.format;
-    p.format = &spec_.format;
-    p.layout = &layout_;
+    p.format = spec_.format;
+    p.layout = layout_;
     p.batch = batch_, p.num_heads = spec_.num_heads, p.q_len = spec_.q_len;
     p.q = q_.data();
     p.q_row_stride = q_row_stride_;

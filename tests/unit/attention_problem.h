@@ -12,16 +12,14 @@
 #include <random>
 #include <vector>
 
-#include "cpu/codes.h"
-#include "cpu/half.h"
 #include "cpu/kernels.h"
+#include "format/codes.h"
+#include "format/half.h"
 #include "tests/unit/oracle.h"
 
 namespace kivi::test {
 
 using cpu::AttentionItem;
-using cpu::AttentionParams;
-using cpu::Element;
 
 inline Format make_format(int64_t heads, int64_t d, int64_t dv, int64_t k_bits, int64_t v_bits, int64_t g,
                           int64_t residual, int64_t sink) {
@@ -62,7 +60,7 @@ struct Settings {
   int64_t window = 0;
   float softcap = 0;
   bool sinks = false, alibi = false;
-  cpu::MaskType mask = cpu::MaskType::kNone;
+  MaskType mask = MaskType::kNone;
   bool broadcast_mask = false;  // over heads and queries
   double top_score = 4.0;       // the largest |score| of all, about
   unsigned seed = 1;
@@ -139,7 +137,7 @@ class Problem {
     until(count);
     cpu::attention_merge(params, items.data(), 0, count, reinterpret_cast<float*>(partials.get()));
     Result result;
-    for (int64_t i = 0; i < out_size(); i++) result.out.push_back(cpu::load_element(params.out, params.q_type, i));
+    for (int64_t i = 0; i < out_size(); i++) result.out.push_back(load_element(params.out, params.q_type, i));
     result.lse.assign(lse.begin(), lse.end());
     return result;
   }
@@ -150,8 +148,8 @@ class Problem {
  private:
   void fill_params(const Settings& s) {
     AttentionParams& p = params;
-    p.format = &format;
-    p.layout = &layout;
+    p.format = format;
+    p.layout = layout;
     p.batch = batch();
     p.num_heads = s.heads;
     p.q_len = s.q_len;
@@ -184,13 +182,13 @@ class Problem {
   }
 
   static double put(void* array, Element type, int64_t i, float x) {
-    cpu::store_element(array, type, i, x);
-    return cpu::load_element(array, type, i);
+    store_element(array, type, i, x);
+    return load_element(array, type, i);
   }
 
   void fill_cache(const Settings& s) {
     const Format& f = format;
-    const int64_t heads = f.num_kv_heads, capacity = window_capacity(f), size = cpu::element_bytes(s.cache_type);
+    const int64_t heads = f.num_kv_heads, capacity = window_capacity(f), size = element_bytes(s.cache_type);
     int64_t pages = 1;  // page 0 stays poisoned
     int64_t most = 1;
     for (const int64_t m : quantized) most = std::max(most, ceil_div(m, kPageTokens));
@@ -219,7 +217,7 @@ class Problem {
     sink_v_ = Bytes(batch() * heads * f.sink_length * f.value_head_dim * size);
     window_k_ = Bytes(batch() * heads * capacity * f.head_dim * size);
     window_v_ = Bytes(batch() * heads * capacity * f.value_head_dim * size);
-    const int64_t new_size = cpu::element_bytes(s.new_type);
+    const int64_t new_size = element_bytes(s.new_type);
     // New tokens as [B][Tn][Hkv][D]: the head is not the slowest stride.
     new_k_ = Bytes(batch() * s.new_len * heads * f.head_dim * new_size);
     new_v_ = Bytes(batch() * s.new_len * heads * f.value_head_dim * new_size);
@@ -315,9 +313,9 @@ class Problem {
       return {scale, symmetric ? -middle * scale : static_cast<int8_t>(record[zeros + i]) * step * scale};
     }
     const Element type = layout.scale_bytes == 2 ? Element::kFloat16 : Element::kFloat32;
-    const double scale = cpu::load_element(record + scales, type, i);
+    const double scale = load_element(record + scales, type, i);
     if (std::isnan(scale)) return {0, scale};
-    return {scale, symmetric ? -middle * scale : cpu::load_element(record + zeros, type, i)};
+    return {scale, symmetric ? -middle * scale : load_element(record + zeros, type, i)};
   }
 
   // A word of 32 codes of 1 bit may have 16 channels or tokens only; the other bits must not matter.
@@ -332,12 +330,12 @@ class Problem {
         const int64_t bits = layout.key_classes[c].bits;
         if (plane >= num_planes(bits) || plane_bits(bits, plane) != 1 || one.k_channels % 32 == 0) continue;
         for (int64_t t = 0; t < f.group_size; t++) {
-          spoil(cpu::k_code_place(one, bits, plane, t, one.k_channels - 1).word);
+          spoil(k_code_place(one, bits, plane, t, one.k_channels - 1).word);
         }
       }
       if (plane < num_planes(f.v_bits) && plane_bits(f.v_bits, plane) == 1 && f.group_size == 16) {
         for (int64_t i = 0; i < layout.v_channels; i++) {
-          spoil(cpu::v_code_place(layout, f.v_bits, plane, 0, i).word);
+          spoil(v_code_place(layout, f.v_bits, plane, 0, i).word);
         }
       }
     }
@@ -360,8 +358,7 @@ class Problem {
           largest_k_scale_.resize(static_cast<size_t>(f.head_dim), 0.0);
           auto& top = largest_k_scale_[static_cast<size_t>(channel)];
           top = std::max(top, g.scale);
-          keys[t * f.head_dim + channel] =
-              g.zero + g.scale * cpu::load_code(cpu::Side::kKey, one, own.bits, record, t, i);
+          keys[t * f.head_dim + channel] = g.zero + g.scale * load_code(Side::kKey, one, own.bits, record, t, i);
         }
       }
       const int64_t per_group = f.v_group_size == 0 ? f.group_size : f.v_group_size;
@@ -369,7 +366,7 @@ class Problem {
       for (int64_t i = 0; i < f.value_head_dim; i++) {
         const int64_t at = i / per_group * f.group_size + t;
         const Group g = group_at(record, layout.v_scale, layout.v_zero, at, f.v_bits, f.v_symmetric);
-        row.push_back(g.zero + g.scale * cpu::load_code(cpu::Side::kValue, layout, f.v_bits, record, t, i));
+        row.push_back(g.zero + g.scale * load_code(Side::kValue, layout, f.v_bits, record, t, i));
       }
       if (f.v_rotated) row = cpu::oracle::rotated(row, true);
       std::copy(row.begin(), row.end(), values + t * f.value_head_dim);
@@ -381,7 +378,7 @@ class Problem {
     AttentionParams& p = params;
     // [B][Lq][Hq][D], as a model has them.
     p.q_row_stride = s.heads * d, p.q_head_stride = d, p.q_batch_stride = s.q_len * s.heads * d;
-    q_ = Bytes(rows * d * cpu::element_bytes(s.q_type));
+    q_ = Bytes(rows * d * element_bytes(s.q_type));
     p.q = q_.get();
     std::vector<float> random(static_cast<size_t>(rows * d));
     for (auto& x : random) x = normal_(rng_);
@@ -427,7 +424,7 @@ class Problem {
     p.alibi_slopes = s.alibi ? alibi_.data() : nullptr;
     p.alibi_batch_stride = s.heads;
     p.mask_type = s.mask;
-    if (s.mask == cpu::MaskType::kNone) return;
+    if (s.mask == MaskType::kNone) return;
     const int64_t keys = *std::max_element(totals.begin(), totals.end());
     // Keys two apart, so that the stride of the last dimension counts.
     p.mask_strides[3] = 2;
@@ -438,7 +435,7 @@ class Problem {
     mask_ = Bytes(size * 4);
     for (int64_t i = 0; i < size; i++) {
       const bool keep = rng_() % 3 != 0;
-      if (s.mask == cpu::MaskType::kBool) {
+      if (s.mask == MaskType::kBool) {
         mask_.get()[i] = keep;
       } else {
         const float x = keep ? normal_(rng_) : -std::numeric_limits<float>::infinity();
@@ -469,7 +466,7 @@ class Problem {
         if (p.alibi_slopes != nullptr) {
           x += static_cast<double>(p.alibi_slopes[b * p.alibi_batch_stride + h]) * static_cast<double>(t - position);
         }
-        if (p.mask_type == cpu::MaskType::kFloat32) {
+        if (p.mask_type == MaskType::kFloat32) {
           x += static_cast<const float*>(p.mask)[mask_at(b, h, i, t)];
         }
         any = true;
@@ -501,8 +498,8 @@ class Problem {
     const AttentionParams& p = params;
     if (p.causal && t > position) return false;
     if (p.window > 0 && t <= position - p.window) return false;
-    if (p.mask_type == cpu::MaskType::kBool) return static_cast<const uint8_t*>(p.mask)[mask_at(b, h, i, t)] != 0;
-    if (p.mask_type == cpu::MaskType::kFloat32) {
+    if (p.mask_type == MaskType::kBool) return static_cast<const uint8_t*>(p.mask)[mask_at(b, h, i, t)] != 0;
+    if (p.mask_type == MaskType::kFloat32) {
       return static_cast<const float*>(p.mask)[mask_at(b, h, i, t)] > -std::numeric_limits<float>::infinity();
     }
     return true;

@@ -416,7 +416,7 @@ TEST_P(Attention, RowsDoNotDependOnTheBatch) {
   const int64_t floats_per_row = static_cast<int64_t>(all.out.size()) / 3;
   for (int64_t b = 0; b < 3; b++) {
     AttentionParams p = c.params();
-    const int64_t sinks = b * 2 * 4 * 64, window = b * 2 * window_capacity(*p.format) * 64;
+    const int64_t sinks = b * 2 * 4 * 64, window = b * 2 * window_capacity(p.format) * 64;
     p.batch = 1;
     p.q = advance(p.q, p.q_type, b * p.q_batch_stride);
     p.block_table += b * p.block_table_stride;

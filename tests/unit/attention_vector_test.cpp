@@ -17,7 +17,6 @@ namespace kivi::test {
 namespace {
 
 using cpu::Isa;
-using cpu::MaskType;
 using Result = Problem::Result;
 
 std::vector<Isa> isas() {

@@ -1,5 +1,5 @@
 // Packing: dense bit strings and the words of a record give back what went in, and the published words come out.
-#include "cpu/codes.h"
+#include "format/codes.h"
 
 #include <gtest/gtest.h>
 

@@ -4,8 +4,8 @@
 
 #include <cmath>
 
-#include "cpu/rotate.h"
 #include "encode_case.h"
+#include "format/rotate.h"
 
 namespace kivi::cpu {
 namespace {

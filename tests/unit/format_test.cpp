@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/codes.h"
+#include "format/codes.h"
 #include "test_data.h"
 
 namespace kivi::cpu {

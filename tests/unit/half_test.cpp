@@ -1,5 +1,5 @@
 // float16 and bfloat16, all 65536 values of each, and every rounding boundary.
-#include "cpu/half.h"
+#include "format/half.h"
 
 #include <gtest/gtest.h>
 

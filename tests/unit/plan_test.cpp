@@ -25,8 +25,8 @@ struct PlanCase {
     quantized.clear();
     for (const int64_t n : cached) quantized.push_back(quantized_count(format, n));
     layout = record_layout(format);
-    p.format = &format;
-    p.layout = &layout;
+    p.format = format;
+    p.layout = layout;
     p.batch = static_cast<int64_t>(cached.size());
     p.lengths = cached.data();
     p.quantized_lengths = quantized.data();

@@ -14,8 +14,8 @@
 #include <xmmintrin.h>
 #endif
 
-#include "cpu/half.h"
 #include "cpu/kernels.h"
+#include "format/half.h"
 
 namespace kivi::cpu {
 

@@ -1,16 +1,16 @@
-// One group of numbers, its range, and how it becomes codes and comes back: what the scalar kernels for records and for
+// One group of numbers, its range, and how it becomes codes and comes back: what records and
 // the dense form share.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
-#include "cpu/half.h"
-#include "cpu/kernels.h"
+#include "format/half.h"
+#include "format/host_device.h"
+#include "format/params.h"
 
-namespace kivi::cpu {
+namespace kivi {
 
 // Numbers `stride` elements apart.
 struct Strided {
@@ -19,7 +19,7 @@ struct Strided {
   int64_t stride;
   int64_t count;
 
-  float operator[](int64_t i) const { return load_element(data, type, i * stride); }
+  KIVI_HOST_DEVICE float operator[](int64_t i) const { return load_element(data, type, i * stride); }
 };
 
 // The extremes of a group. Adding +0 makes a span of -0 into +0, so that no bit depends on which of two zeros came
@@ -30,10 +30,11 @@ struct GroupRange {
   bool finite = false;  // no NaN, no Inf, and the span does not overflow
 };
 
-inline GroupRange group_range(const Strided& x) {
+template <class Numbers>
+KIVI_HOST_DEVICE GroupRange group_range(const Numbers& x) {
   GroupRange r;
-  float lo = std::numeric_limits<float>::infinity();
-  float hi = -std::numeric_limits<float>::infinity();
+  float lo = bits_float(kFloatInf);
+  float hi = -lo;
   for (int64_t i = 0; i < x.count; i++) {
     const float value = x[i];
     if (!is_finite(value)) return r;
@@ -56,20 +57,20 @@ struct Quantizer {
 
   // A scale of 0 (also a subnormal one, if the thread treats those as 0) has code 0. The clamp comes before the
   // conversion.
-  uint32_t code(float x) const {
+  KIVI_HOST_DEVICE uint32_t code(float x) const {
     if (!(scale > 0.0f)) return 0;
     const float rounded = std::nearbyint((x - zero) / scale);
     return static_cast<uint32_t>(std::min(std::max(rounded, 0.0f), top));
   }
 
-  float value(uint32_t code) const {
+  KIVI_HOST_DEVICE float value(uint32_t code) const {
     const float product = static_cast<float>(code) * scale;
     return zero + product;
   }
 };
 
-inline Quantizer not_finite(float top) { return {0.0f, bits_float(kFloatNaN), top}; }
+KIVI_HOST_DEVICE inline Quantizer not_finite(float top) { return {0.0f, bits_float(kFloatNaN), top}; }
 
-inline float top_code(int64_t bits) { return static_cast<float>((1 << bits) - 1); }
+KIVI_HOST_DEVICE inline float top_code(int64_t bits) { return static_cast<float>((1 << bits) - 1); }
 
-}  // namespace kivi::cpu
+}  // namespace kivi

@@ -6,17 +6,18 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/kernels.h"
+#include "format/host_device.h"
+#include "format/params.h"
 
-namespace kivi::cpu {
+namespace kivi {
 
-inline uint32_t float_bits(float x) {
+KIVI_HOST_DEVICE inline uint32_t float_bits(float x) {
   uint32_t u;
   std::memcpy(&u, &x, sizeof u);
   return u;
 }
 
-inline float bits_float(uint32_t u) {
+KIVI_HOST_DEVICE inline float bits_float(uint32_t u) {
   float x;
   std::memcpy(&x, &u, sizeof x);
   return x;
@@ -30,9 +31,9 @@ inline constexpr uint32_t kLostScale = 0xFFC00000u;
 inline constexpr uint16_t kHalfInf = 0x7C00;
 inline constexpr uint16_t kHalfMax = 0x7BFF;  // 65504
 
-inline bool is_finite(float x) { return (float_bits(x) & kFloatInf) != kFloatInf; }
+KIVI_HOST_DEVICE inline bool is_finite(float x) { return (float_bits(x) & kFloatInf) != kFloatInf; }
 
-inline float half_to_float(uint16_t h) {
+KIVI_HOST_DEVICE inline float half_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
   const uint32_t exponent = (h >> 10) & 31u;
   uint32_t mantissa = h & 1023u;
@@ -46,7 +47,7 @@ inline float half_to_float(uint16_t h) {
   return bits_float(sign | e << 23 | (mantissa & 1023u) << 13);
 }
 
-inline uint16_t float_to_half(float x) {
+KIVI_HOST_DEVICE inline uint16_t float_to_half(float x) {
   const uint32_t u = float_bits(x);
   const uint32_t sign = u >> 16 & 0x8000u;
   const uint32_t a = u & ~kFloatSign;
@@ -67,40 +68,42 @@ inline uint16_t float_to_half(float x) {
 }
 
 // As float_to_half, but a finite value never becomes infinite: +-65504 instead.
-inline uint16_t float_to_half_finite(float x) {
+KIVI_HOST_DEVICE inline uint16_t float_to_half_finite(float x) {
   const uint16_t h = float_to_half(x);
   return (h & 0x7FFFu) == kHalfInf && is_finite(x) ? static_cast<uint16_t>((h & 0x8000u) | kHalfMax) : h;
 }
 
 // The 8-bit scales of kivi/format.h: the upper byte of a float16 without its sign. x is not negative; NaN becomes 255,
 // and what is too large 248, infinity.
-inline uint8_t float_to_float8(float x) {
+KIVI_HOST_DEVICE inline uint8_t float_to_float8(float x) {
   const uint32_t h = float_to_half(x);
   if (h > kHalfInf) return 255;
   return static_cast<uint8_t>((h + 0x3Fu + (h >> 7 & 1u)) >> 7);
 }
-inline uint16_t float8_to_half(uint8_t b) { return static_cast<uint16_t>(b << 7); }
+KIVI_HOST_DEVICE inline uint16_t float8_to_half(uint8_t b) { return static_cast<uint16_t>(b << 7); }
 
 // A zero of `steps` steps beside its scale. Exact: 7 bits times 4.
-inline float float8_zero(float steps, float scale, int64_t bits) { return steps * scale / zero_steps(bits); }
+KIVI_HOST_DEVICE inline float float8_zero(float steps, float scale, int64_t bits) {
+  return steps * scale / zero_steps(bits);
+}
 
-inline float bfloat16_to_float(uint16_t b) { return bits_float(static_cast<uint32_t>(b) << 16); }
+KIVI_HOST_DEVICE inline float bfloat16_to_float(uint16_t b) { return bits_float(static_cast<uint32_t>(b) << 16); }
 
-inline uint16_t float_to_bfloat16(float x) {
+KIVI_HOST_DEVICE inline uint16_t float_to_bfloat16(float x) {
   const uint32_t u = float_bits(x);
   if ((u & ~kFloatSign) > kFloatInf) return static_cast<uint16_t>(u >> 16 | 0x40u);
   return static_cast<uint16_t>((u + 0x7FFFu + (u >> 16 & 1u)) >> 16);
 }
 
 // Element `i` of an array of any element type.
-inline float load_element(const void* array, Element type, int64_t i) {
+KIVI_HOST_DEVICE inline float load_element(const void* array, Element type, int64_t i) {
   if (type == Element::kFloat32) return static_cast<const float*>(array)[i];
   const uint16_t u = static_cast<const uint16_t*>(array)[i];
   return type == Element::kFloat16 ? half_to_float(u) : bfloat16_to_float(u);
 }
 
 // Rounds to the type; a finite value that float16 cannot hold becomes +-65504.
-inline void store_element(void* array, Element type, int64_t i, float x) {
+KIVI_HOST_DEVICE inline void store_element(void* array, Element type, int64_t i, float x) {
   if (type == Element::kFloat32) {
     static_cast<float*>(array)[i] = x;
   } else {
@@ -109,8 +112,8 @@ inline void store_element(void* array, Element type, int64_t i, float x) {
 }
 
 // `i` elements further on.
-inline const void* advance(const void* array, Element type, int64_t i) {
+KIVI_HOST_DEVICE inline const void* advance(const void* array, Element type, int64_t i) {
   return static_cast<const uint8_t*>(array) + i * element_bytes(type);
 }
 
-}  // namespace kivi::cpu
+}  // namespace kivi
