@@ -10,6 +10,7 @@
 //
 // No result depends on the other rows of a block: what only some of them see is left out for the others, not
 // multiplied by 0.
+#include <cfloat>
 #include <cstdint>
 
 #include "cuda/attention.h"
@@ -549,7 +550,9 @@ class Rows {
       score[r] = keep ? score_of(row, score[r], position, mask) : none;
       if (keep) kept |= 1u << r;
       some_unseen = some_unseen || (has_token && row.exists && !keep);
-      float top = score[r] > none ? score[r] : none;  // a NaN is passed over here and comes back in the weights
+      // A NaN is passed over here and comes back in the weights. The lowest number instead of -inf: the row has seen a
+      // key, and only a key that counts for nothing.
+      float top = keep ? fmaxf(score[r], -FLT_MAX) : none;
       for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, distance));
       }
@@ -562,7 +565,7 @@ class Rows {
       factor_[r] = top > max_[r] ? exp2f(max_[r] - top) : 1.0f;
       max_[r] = top;
       float weight = kNotSeen;
-      if ((kept >> r & 1u) != 0) weight = score[r] == none ? 0.0f : exp2f(score[r] - top);
+      if ((kept >> r & 1u) != 0) weight = exp2f(score[r] - top);
       sum_[r] *= factor_[r];
       if ((kept >> r & 1u) != 0) sum_[r] += weight;
       weights_[thread_ * R + r] = weight;
