@@ -134,10 +134,11 @@ class RowFloats {
   float floats_[kTogether * R];
 };
 
-// With the conversions that the hardware has.
-KIVI_DEVICE float number_of(float x) { return x; }
-KIVI_DEVICE float number_of(__half x) { return __half2float(x); }
-KIVI_DEVICE float number_of(__nv_bfloat16 x) { return __bfloat162float(x); }
+// An element as it is loaded, of 4 or 2 bytes.
+KIVI_DEVICE float number_of(float x, Element) { return x; }
+KIVI_DEVICE float number_of(uint16_t x, Element type) {
+  return type == Element::kFloat16 ? __half2float(__half(__half_raw{x})) : bfloat16_to_float(x);
+}
 
 // The codes of 16 channels of one token, or of 16 tokens of one channel.
 template <int Bits>
@@ -290,16 +291,15 @@ class Rows {
     const uint8_t* const records = tokens.exact ? nullptr : page_records(tokens.first / kPageTokens);
     float product[R] = {};
     if (tokens.exact) {
-      switch (type_of(tokens)) {
-        case Element::kFloat32:
-          multiply_exact_keys<float>(tokens, product);
-          break;
-        case Element::kFloat16:
-          multiply_exact_keys<__half>(tokens, product);
-          break;
-        case Element::kBFloat16:
-          multiply_exact_keys<__nv_bfloat16>(tokens, product);
-          break;
+      __syncthreads();  // what is in shared memory is used up
+      if (thread_ < tokens.count) {
+        exact_tokens()[thread_] = exact_token(tokens.first + thread_, position_of(tokens, thread_));
+      }
+      __syncthreads();
+      if (type_of(tokens) == Element::kFloat32) {
+        multiply_exact_keys<float>(tokens, product);
+      } else {
+        multiply_exact_keys<uint16_t>(tokens, product);
       }
     } else {
       multiply_keys(records, tokens.count, product);
@@ -309,16 +309,10 @@ class Rows {
     __syncthreads();
     const bool all_seen = __syncthreads_or(weigh(tokens)) == 0;
     if (tokens.exact) {
-      switch (type_of(tokens)) {
-        case Element::kFloat32:
-          add_exact_values<float>(tokens);
-          break;
-        case Element::kFloat16:
-          add_exact_values<__half>(tokens);
-          break;
-        case Element::kBFloat16:
-          add_exact_values<__nv_bfloat16>(tokens);
-          break;
+      if (type_of(tokens) == Element::kFloat32) {
+        add_exact_values<float>(tokens);
+      } else {
+        add_exact_values<uint16_t>(tokens);
       }
       return;
     }
@@ -328,11 +322,7 @@ class Rows {
         stage_values(records, tokens.count, line);
         __syncthreads();
       }
-      if (all_seen) {
-        add_values<true>(records, tokens.count, line);
-      } else {
-        add_values<false>(records, tokens.count, line);
-      }
+      add_values(records, tokens.count, line, all_seen);
     }
   }
 
@@ -434,7 +424,7 @@ class Rows {
     for (int i = thread_; i < places; i += kThreads) {
       const int place = first + i;
       const int64_t bits = bits_of_place(place);
-#pragma unroll 2
+#pragma unroll 1
       for (int group = 0; group < groups; group++) {
         const uint8_t* const record = records + group * p_.layout.bytes;
         Numbers n{0.0f, 0.0f};
@@ -459,7 +449,7 @@ class Rows {
     const uint8_t* const record = record_of(records, thread_);
     const uint8_t* const zeros = p_.format.v_symmetric ? nullptr : record + p_.layout.v_zero;
     const int end = group_of_line(smaller(line + shape_.pass_lines, shape_.lines()) - 1) + 1;
-#pragma unroll 2
+#pragma unroll 1
     for (int group = group_of_line(line), i = 0; group < end; group++, i++) {
       const int64_t at = group * p_.format.group_size + token_in_group(thread_);
       const Quantizer q = load_group(p_.layout, p_.format.v_bits, record + p_.layout.v_scale, zeros, at);
@@ -548,41 +538,53 @@ class Rows {
   KIVI_DEVICE int line_in_pass() const { return thread_ / kUnit % shape_.pass_lines; }
   KIVI_DEVICE int split() const { return thread_ / kUnit / shape_.pass_lines; }
 
-  template <bool AllSeen>
-  KIVI_DEVICE void add_values(const uint8_t* records, int count, int first_line) {
-    switch (p_.format.v_bits) {
-      case 1:
-        add_line<1, AllSeen>(records, count, first_line);
-        break;
-      case 2:
-        add_line<2, AllSeen>(records, count, first_line);
-        break;
-      case 3:
-        add_line<3, AllSeen>(records, count, first_line);
-        break;
-      case 4:
-        add_line<4, AllSeen>(records, count, first_line);
-        break;
-      default:
-        add_line<8, AllSeen>(records, count, first_line);
-        break;
-    }
-  }
-
-  template <int Bits, bool AllSeen>
-  KIVI_DEVICE void add_line(const uint8_t* records, int count, int first_line) {
+  // Adds the values of the lines from `first_line` on.
+  KIVI_DEVICE void add_values(const uint8_t* records, int count, int first_line, bool all_seen) {
     const int line = first_line + line_in_pass();
     if (line >= shape_.lines()) return;
-    const int64_t step = shape_.lines() * kLineBytes, place = line * kLineBytes + thread_ % kUnit * 4;
+    const int64_t place = line * kLineBytes + thread_ % kUnit * 4;
     const uint8_t* const low = records + p_.layout.v_codes[0] + place;
     const uint8_t* const high = records + p_.layout.v_codes[1] + place;
     const Numbers* const numbers = staged_values() + (group_of_line(line) - group_of_line(first_line)) * kValueStride;
+    const int units = count / kUnit;
+    float sum[R] = {};
+    switch (p_.format.v_bits) {
+      case 1:
+        add_units<1>(low, high, units, numbers, all_seen, sum);
+        break;
+      case 2:
+        add_units<2>(low, high, units, numbers, all_seen, sum);
+        break;
+      case 3:
+        add_units<3>(low, high, units, numbers, all_seen, sum);
+        break;
+      case 4:
+        add_units<4>(low, high, units, numbers, all_seen, sum);
+        break;
+      default:
+        add_units<8>(low, high, units, numbers, all_seen, sum);
+        break;
+    }
+    add_to_acc(line, sum);
+  }
+
+  template <int Bits>
+  KIVI_DEVICE void add_units(const uint8_t* low, const uint8_t* high, int units, const Numbers* numbers, bool all_seen,
+                             float (&sum)[R]) const {
+    if (all_seen) {
+      add_units<Bits, true>(low, high, units, numbers, sum);
+    } else {
+      add_units<Bits, false>(low, high, units, numbers, sum);
+    }
+  }
+  template <int Bits, bool AllSeen>
+  KIVI_DEVICE void add_units(const uint8_t* low, const uint8_t* high, int units, const Numbers* numbers,
+                             float (&sum)[R]) const {
+    const int64_t step = shape_.lines() * kLineBytes;
     const auto load = [&](Codes<Bits>& codes, int unit) {
       const int token = unit * kUnit;
       codes.load(record_of(low, token), record_of(high, token), step, token_in_group(token) / kUnit);
     };
-    float sum[R] = {};
-    const int units = count / kUnit;
     Codes<Bits> next;
     if (split() < units) load(next, split());
 #pragma unroll 1
@@ -592,7 +594,6 @@ class Rows {
       const Numbers* const own = numbers + unit * kUnit;
       add_values_of<AllSeen>([&](int e) { return dequantized(codes, own, e); }, weights_ + unit * kUnit * R, sum);
     }
-    add_to_acc(line, sum);
   }
 
   // Adds one channel of 16 tokens with their weights. A row that does not see a token takes no part in it: the value
@@ -661,6 +662,7 @@ class Rows {
   template <class T>
   KIVI_DEVICE void multiply_exact_keys(const Tokens& tokens, float (&product)[R]) {
     constexpr int kStep = kThreads / kUnit;
+    const Element type = type_of(tokens);
     const int16_t* const order = head_order(p_, here_->batch, here_->kv_head);
     float* const channels = exact_channels();
     const int e = thread_ % kUnit, first = thread_ / kUnit;
@@ -671,20 +673,15 @@ class Rows {
 #pragma unroll
       for (int i = 0; i < kUnit; i++) {
         const int token = first + i * kStep;
-        loaded[i] = T(0.0f);
+        loaded[i] = T(0);
         if (there && token < tokens.count) loaded[i] = static_cast<const T*>(exact_tokens()[token].k)[channel];
       }
     };
-    __syncthreads();  // what is in shared memory is used up
-    if (thread_ < tokens.count) {
-      exact_tokens()[thread_] = exact_token(tokens.first + thread_, position_of(tokens, thread_));
-    }
-    __syncthreads();
     load(0);
 #pragma unroll 1
     for (int place = 0; place < shape_.places; place += kUnit) {
 #pragma unroll
-      for (int i = 0; i < kUnit; i++) channels[(first + i * kStep) * kExactStride + e] = number_of(loaded[i]);
+      for (int i = 0; i < kUnit; i++) channels[(first + i * kStep) * kExactStride + e] = number_of(loaded[i], type);
       __syncthreads();
       if (place + kUnit < shape_.places) load(place + kUnit);
       add_products([&](int i) { return channels[thread_ * kExactStride + i]; }, query_ + place * R, product);
@@ -694,6 +691,7 @@ class Rows {
 
   template <class T>
   KIVI_DEVICE void add_exact_values(const Tokens& tokens) {
+    const Element type = type_of(tokens);
 #pragma unroll 1
     for (int line = line_in_pass(); line < shape_.lines(); line += shape_.pass_lines) {
       const int channel = line * kUnit + thread_ % kUnit;
@@ -705,10 +703,10 @@ class Rows {
 #pragma unroll
         for (int i = 0; i < kUnit; i++) {
           const int token = unit * kUnit + i;
-          loaded[i] = T(0.0f);
+          loaded[i] = T(0);
           if (there && token < tokens.count) loaded[i] = static_cast<const T*>(exact_tokens()[token].v)[channel];
         }
-        add_values_of<false>([&](int i) { return number_of(loaded[i]); }, weights_ + unit * kUnit * R, sum);
+        add_values_of<false>([&](int i) { return number_of(loaded[i], type); }, weights_ + unit * kUnit * R, sum);
       }
       add_to_acc(line, sum);
     }
