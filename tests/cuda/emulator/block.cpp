@@ -67,7 +67,7 @@ void Block::run(uint3 index) {
   unsigned next = 0;
   while (!error_ && schedule_.pick(&next)) resume(threads_[next]);
   if (!error_ && live_ > 0) {
-    error_ = std::make_exception_ptr(Error(describe(launch_, index_) + describe_deadlock(threads_)));
+    error_ = std::make_exception_ptr(Error(describe(launch_, index_) + ": " + describe_deadlock(threads_)));
   }
   if (error_) cancel();
   running_block = nullptr;
@@ -126,7 +126,7 @@ void Block::thread_main(Thread& thread) {
     thread.state = Thread::State::done;
   } catch (...) {
     thread.state = Thread::State::done;
-    if (!error_) error_ = located(std::current_exception());
+    if (!error_) error_ = located(thread, std::current_exception());
   }
   tsan_release(&done_tag);
 }
@@ -159,8 +159,7 @@ void Block::check_exit(const Thread& thread) const {
   };
   const auto waiting = std::find_if(threads_.begin(), threads_.end(), waits);
   if (waiting == threads_.end()) return;
-  fail("%s exited while %s waits in %s", describe(thread).c_str(), describe(*waiting).c_str(),
-       describe(waiting->waits_in).c_str());
+  fail("exited while %s waits in %s", describe(*waiting).c_str(), describe(waiting->waits_in).c_str());
 }
 
 // Ends all threads by an exception, so that what they hold is freed.
@@ -176,11 +175,11 @@ void Block::cancel() {
 void Block::join(Thread& thread, const Collective& collective) {
   const uint32_t mask = collective.mask;
   if (mask != 0 && (mask & bit(thread.number % kWarpLanes)) == 0) {
-    fail("%s is not in the mask of %s", describe(thread).c_str(), describe(collective).c_str());
+    fail("not in the mask of %s", describe(collective).c_str());
   }
   const Warp& warp = warps_[thread.number / kWarpLanes];
   if (config_.strict_exit && (mask != 0 ? mask & warp.lanes & ~warp.live : some_exited_)) {
-    fail("%s waits for threads that have exited in %s", describe(thread).c_str(), describe(collective).c_str());
+    fail("waits for threads that have exited in %s", describe(collective).c_str());
   }
   thread.waits_in = collective;
   if (mask != 0) {
@@ -280,9 +279,9 @@ void Block::require_same_collective(const Thread& a, const Thread& b) const {
 void Block::yield(Thread& thread) {
   if (++spins_ > config_.max_spins) {
     fail(
-        "no progress in %u scheduling points: %s and all others only poll (blocks run one after another: none may wait "
-        "for another)",
-        config_.max_spins, describe(thread).c_str());
+        "no progress in %u scheduling points: this thread and all others only poll (blocks run one after another: none "
+        "may wait for another)",
+        config_.max_spins);
   }
   schedule_.put_off(thread.number);
   suspend(thread);
@@ -306,11 +305,12 @@ bool Block::copies_at_once() {
   return config_.order == Order::ascending || (config_.order != Order::descending && schedule_.coin());
 }
 
-std::exception_ptr Block::located(std::exception_ptr error) const {
+// An error of the emulator gets to know where it happened.
+std::exception_ptr Block::located(const Thread& thread, std::exception_ptr error) const {
   try {
     std::rethrow_exception(error);
   } catch (const Error& e) {
-    return std::make_exception_ptr(Error(describe(launch_, index_) + e.what()));
+    return std::make_exception_ptr(Error(describe(launch_, index_) + ", " + describe(thread) + ": " + e.what()));
   } catch (...) {
     return error;
   }

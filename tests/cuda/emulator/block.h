@@ -59,7 +59,7 @@ class Block {
   void complete_block();
   void require_same_collective(const Thread& a, const Thread& b) const;
   void* poisoned(const void* key, unsigned index, size_t bytes, size_t align, bool is_static);
-  std::exception_ptr located(std::exception_ptr error) const;
+  std::exception_ptr located(const Thread& thread, std::exception_ptr error) const;
 
   const Launch& launch_;
   const ThreadBody body_;

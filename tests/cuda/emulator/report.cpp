@@ -24,7 +24,7 @@ std::string ranges(const std::vector<unsigned>& numbers) {
 
 std::string describe(const Launch& launch, uint3 block) {
   char text[256];
-  snprintf(text, sizeof text, "kernel %s, block (%u,%u,%u): ", launch.name, block.x, block.y, block.z);
+  snprintf(text, sizeof text, "kernel %s, block (%u,%u,%u)", launch.name, block.x, block.y, block.z);
   return text;
 }
 

@@ -8,7 +8,7 @@
 
 namespace emulator {
 
-// "kernel name, block (0,0,0): "
+// "kernel name, block (0,0,0)"
 std::string describe(const Launch& launch, uint3 block);
 // "thread (0,0,0)"
 std::string describe(const Thread& thread);
