@@ -255,14 +255,14 @@ TEST(Emulator, PlainShared) {
 __global__ void unwritten_kernel(uint32_t* out, bool write) {
   KIVI_SHARED(uint32_t, values, [32]);
   if (write) values[threadIdx.x] = 0;
-  out[threadIdx.x] = values[threadIdx.x];
+  out[blockIdx.x * 32 + threadIdx.x] = values[threadIdx.x];
 }
 
 TEST(Emulator, EveryBlockBeginsWithPoisonedSharedMemory) {
-  const DeviceArray<uint32_t> out(32);
+  const DeviceArray<uint32_t> out(64);
   check(launch(unwritten_kernel, "unwritten", dim3(2), dim3(32), 0, nullptr, out.data(), true));
   check(launch(unwritten_kernel, "unwritten", dim3(2), dim3(32), 0, nullptr, out.data(), false));
-  EXPECT_EQ(out.get(), std::vector<uint32_t>(32, 0xFFFFFFFFu));
+  EXPECT_EQ(out.get(), std::vector<uint32_t>(64, 0xFFFFFFFFu));
 }
 
 TEST(Emulator, LargeSharedMemoryMustBeAllowed) {

@@ -31,6 +31,8 @@ void before_atomic(void* address) {
 }
 
 void after_atomic(void* address) {
+  // Once more, so that the atomic itself is ordered too: whoever saw its value may write there without one.
+  if (current_thread().fenced) tsan_release(address);
   if (watches_races()) {
     const TsanIgnore ignore;
     current_thread().atomics.push_back(address);
