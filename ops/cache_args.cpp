@@ -177,6 +177,24 @@ void check_new_tokens(const NewTokenNames& names, const at::Tensor& k, const at:
   }
 }
 
+void check_overflow(const at::Tensor& overflow, at::Device device) {
+  check_dtype("overflow", overflow, at::kInt);
+  check_same_device("overflow", overflow, "pool", device);
+  TORCH_CHECK_VALUE(overflow.sym_numel() == 1, "overflow must have 1 element, got ", overflow.sym_numel());
+}
+
+void check_page_lists(const at::Tensor& pool, const at::Tensor& source, const at::Tensor& target) {
+  check_dtype("pool", pool, at::kByte);
+  check_rank("pool", pool, 2, "[pages, page_bytes]");
+  check_contiguous("pool", pool);
+  for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>{"source", source}, {"target", target}}) {
+    check_same_device(name, t, "pool", pool.device());
+    check_dtype(name, t, at::kLong);
+    check_rank(name, t, 1, "[N]");
+  }
+  check_size("target", target, 0, "size", source.sym_size(0), "source has");
+}
+
 at::Tensor expand_mask(const at::Tensor& mask, const c10::SymInt& batch, const c10::SymInt& heads,
                        const c10::SymInt& rows, const c10::SymInt& keys) {
   const c10::SymInt target[4] = {batch, heads, rows, keys};

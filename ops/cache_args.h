@@ -37,6 +37,11 @@ void check_new_tokens(const NewTokenNames& names, const at::Tensor& k, const at:
                       const std::optional<at::Tensor>& lengths, const c10::SymInt& batch, const Format& format,
                       at::ScalarType cache_dtype, at::Device device);
 
+// The flag of cache_append: int32 [1].
+void check_overflow(const at::Tensor& overflow, at::Device device);
+// What cache_copy_pages takes: int64 [N] both.
+void check_page_lists(const at::Tensor& pool, const at::Tensor& source, const at::Tensor& target);
+
 // Everything about an attention call that does not depend on values.
 void check_attention(const at::Tensor& q, const c10::SymInt& batch, const Format& format, at::Device device,
                      const CacheAttentionOptions& options);

@@ -123,6 +123,7 @@ void register_cache_class(torch::Library& m) {
   cls.def("reset", [](const Cache& self) { self->reset(); });
   cls.def("reserve", [](const Cache& self, int64_t tokens) { self->reserve(tokens); }, "", {arg("tokens")});
   cls.def("clone", [](const Cache& self) { return self->clone(); });
+  cls.def("to", [](const Cache& self, at::Device device) { return self->to(device); }, "", {arg("device")});
   cls.def_pickle([](const Cache& self) { return self->state(); },
                  [](const KVCache::State& state) { return KVCache::from_state(state); });
 }

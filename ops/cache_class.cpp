@@ -9,6 +9,7 @@
 #include "kivi/cache.h"
 #include "ops/cache_args.h"
 #include "ops/cache_storage.h"
+#include "ops/cuda_library.h"
 #include "ops/options.h"
 
 namespace kivi {
@@ -19,7 +20,7 @@ namespace {
 
 std::vector<int64_t> counts_of(const std::optional<at::Tensor>& lengths, int64_t batch, int64_t tokens) {
   if (!lengths) return std::vector<int64_t>(static_cast<size_t>(batch), tokens);
-  const at::Tensor host = lengths->contiguous();
+  const at::Tensor host = lengths->to(at::kCPU).contiguous();
   const int64_t* data = host.const_data_ptr<int64_t>();
   for (int64_t b = 0; b < batch; b++) {
     TORCH_CHECK_VALUE(data[b] >= 0 && data[b] <= tokens, "lengths[", b, "] must be 0 to the ", tokens,
@@ -68,16 +69,43 @@ at::Tensor prefill_attention(const at::Tensor& q, const at::Tensor& k, const at:
 }
 
 void check_supported_device(const char* name, const at::Tensor& t) {
-  TORCH_CHECK(t.device().is_cpu(), name, " is on ", t.device(), "; this build of Kivi holds caches on the CPU only");
+  const at::Device device = t.device();
+  TORCH_CHECK(device.is_cpu() || device.is_cuda(), name, " is on ", device, "; caches are on the CPU or on CUDA");
+  TORCH_CHECK(device.is_cpu() || has_cuda_operators(), name, " is on ", device,
+              ", but this build of Kivi has no CUDA kernels; configure it with -DKIVI_WITH_CUDA=ON");
 }
 
-void append_tokens(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) {
+// Whether the call is being captured in a CUDA graph: then nothing may be asked of the device. `k`: a tensor on it.
+bool captures(const Storage& s, const at::Tensor& k) {
+  if (!s.host_table.defined() && k.device().is_cpu()) return false;
+  const bool capturing = kivi::is_capturing(k);
+  TORCH_CHECK(s.started || !capturing,
+              "the first tokens of a cache cannot be captured in a graph; append them, and call ",
+              "reserve, before the capture");
+  return capturing;
+}
+
+// Whether a scale or zero of these numbers may leave the range of the format's scales. Numbers of float16 do not with a
+// scale for 2 bits or more, unless they are added up first.
+bool may_overflow(const Format& f, at::ScalarType type) {
+  if (widened(f.scale_type) == f.scale_type) return false;
+  return type != at::kHalf || f.scale_type == ScaleType::kFloat8 || f.v_rotated || f.v_symmetric || f.k_bits == 1 ||
+         f.v_bits == 1;
+}
+
+// Appends to the tensors; `quantizes`: some group leaves the window. Widens the scales where they do not suffice, which
+// on CUDA means to wait for the device: a single token is appended without that, and keeps the scales that there are.
+void append_tokens(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
+                   bool quantizes) {
   const at::NoGradGuard no_grad;
+  const bool waits = !s.host_table.defined() || (quantizes && k.size(2) > 1 && may_overflow(s.format, k.scalar_type()));
+  if (!waits) return cache_append(s.tensors, k, v, s.format_ints, lengths);
   cache_append(s.tensors, k, v, s.format_ints, lengths, s.overflow);
-  int32_t& overflow = s.overflow.mutable_data_ptr<int32_t>()[0];
-  if (overflow == 0) return;
+  const bool overflow =
+      s.overflow.device().is_cpu() ? *s.overflow.const_data_ptr<int32_t>() != 0 : s.overflow.item<int32_t>() != 0;
+  if (!overflow) return;
   // A group left the range of the scales: from now on they are stored as float32. Nothing was appended yet.
-  overflow = 0;
+  s.overflow.zero_();
   Format wide = s.format;
   wide.scale_type = widened(wide.scale_type);
   s.tensors.pool = cache_widen(s.tensors.pool, s.format_ints);
@@ -85,9 +113,20 @@ void append_tokens(Storage& s, const at::Tensor& k, const at::Tensor& v, const s
   cache_append(s.tensors, k, v, s.format_ints, lengths);
 }
 
+// Appends while a graph is captured: how long rows are when it is replayed is not known now, so rows must have their
+// pages (reserve) and orders already.
+void append_captured(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) {
+  TORCH_CHECK(std::all_of(s.ordered.begin(), s.ordered.end(), [](uint8_t o) { return o != 0; }),
+              "the classes of key channels are not chosen yet, which a graph cannot do; append a prompt of more than ",
+              s.format.sink_length + s.format.residual_length, " tokens, or call set_key_order, before the capture");
+  const at::NoGradGuard no_grad;
+  s.captured = true;
+  cache_append(s.tensors, k, v, s.format_ints, lengths);
+}
+
+// `lengths` on the device of the cache; `counts` the same on the host.
 void append_to(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
-               const at::Tensor& given_order) {
-  const std::vector<int64_t> counts = counts_of(lengths, s.batch, k.size(2));
+               const std::vector<int64_t>& counts, const at::Tensor& given_order) {
   std::vector<int64_t> after_lengths = s.lengths, after_quantized = s.quantized;
   for (int64_t b = 0; b < s.batch; b++) {
     after_lengths[b] += counts[b];
@@ -95,7 +134,7 @@ void append_to(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::
   }
   make_room(s, after_quantized);
   choose_orders(s, k, after_quantized, given_order);
-  append_tokens(s, k, v, lengths);
+  append_tokens(s, k, v, lengths, after_quantized != s.quantized);
   s.lengths = std::move(after_lengths);
   s.quantized = std::move(after_quantized);
 }
@@ -124,58 +163,75 @@ void KVCache::Impl::check_append(const at::Tensor& k, const at::Tensor& v,
   check_floating("k", k);
   const int64_t batch = storage.started ? storage.batch : k.size(0);
   const auto dtype = storage.started ? storage.tensors.window_k.scalar_type() : k.scalar_type();
-  check_new_tokens({"k", "v", "lengths"}, k, v, lengths, batch, format, dtype, at::kCPU);
-  counts_of(lengths, batch, k.size(2));
+  const at::Device device = storage.started ? storage.device() : k.device();
+  // `lengths` may also be on the CPU, where reading them is free.
+  const bool on_host = lengths && lengths->device().is_cpu();
+  check_new_tokens({"k", "v", "lengths"}, k, v, on_host ? lengths->to(device) : lengths, batch, format, dtype, device);
 }
 
-void KVCache::Impl::append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
+void KVCache::Impl::append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths_arg,
                            const at::Tensor& q) {
+  const auto lengths = lengths_arg ? std::optional<at::Tensor>(lengths_arg->to(k.device())) : std::nullopt;
+  if (captures(storage, k)) return append_captured(storage, k, v, lengths);
   const auto append_all = [&](Storage& s) {
-    if (q.defined()) note_queries(s, q, counts_of(lengths, s.batch, q.size(2)));
-    append_to(s, k, v, lengths, given_order);
+    const std::vector<int64_t> counts = counts_of(lengths_arg, s.batch, k.size(2));
+    if (q.defined()) note_queries(s, q, lengths_arg ? counts : counts_of({}, s.batch, q.size(2)));
+    append_to(s, k, v, lengths, counts, given_order);
   };
-  if (storage.started) return append_all(storage);
+  if (storage.started) return append_all(current());
   Storage s = start_storage(format, k.size(0), k.options());
   append_all(s);
   storage = std::move(s);
 }
 
+// On the CPU the operator knows how long the longest row is; on CUDA the host copies do.
+void KVCache::Impl::check_mask_width(const at::Tensor& q, const AttentionOptions& o, int64_t new_tokens) const {
+  if (!o.attn_mask || !storage.host_table.defined() || captures(storage, q)) return;
+  expand_mask(*o.attn_mask, storage.batch, q.size(1), q.size(2), current().longest() + new_tokens);
+}
+
 std::tuple<at::Tensor, at::Tensor> KVCache::Impl::attend(const at::Tensor& q, const AttentionOptions& o) const {
   if (!storage.started) return attend_nothing(format, options.precision, q, o);
+  check_mask_width(q, o, 0);
   return cache_attention(q, storage.tensors, storage.format_ints, std::nullopt, std::nullopt, std::nullopt,
                          op_options(o, options.precision));
 }
 
 at::Tensor KVCache::Impl::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                  const AttentionOptions& o, const std::optional<at::Tensor>& lengths) {
-  check_append(k, v, lengths);
+                                  const AttentionOptions& o, const std::optional<at::Tensor>& lengths_arg) {
+  check_append(k, v, lengths_arg);
   check_supported_device("q", q);
-  check_attention(q, k.size(0), format, at::kCPU, op_options(o, options.precision));
+  check_attention(q, k.size(0), format, k.device(), op_options(o, options.precision));
   TORCH_CHECK_VALUE(q.size(2) == k.size(2), "q has ", q.size(2), " rows, but k has ", k.size(2), " tokens");
+  const bool capturing = captures(storage, k);
+  if (!capturing) counts_of(lengths_arg, k.size(0), k.size(2));
+  const auto lengths = lengths_arg ? std::optional<at::Tensor>(lengths_arg->to(k.device())) : std::nullopt;
   at::Tensor out;
-  const bool nothing_cached = !storage.started || storage.longest() == 0;
+  const bool nothing_cached = !capturing && (!storage.started || current().longest() == 0);
   if (nothing_cached && !lengths && is_plain(o) && q.scalar_type() == k.scalar_type() && q.numel() > 0 &&
       hides_the_future(v, o)) {
     out = prefill_attention(q, k, v, o);
   } else {
     const Storage empty = storage.started ? Storage() : start_storage(format, k.size(0), k.options());
     const Storage& s = storage.started ? storage : empty;
+    if (!capturing && storage.started && !lengths) check_mask_width(q, o, k.size(2));
     out = std::get<0>(cache_attention(q, s.tensors, s.format_ints, k, v, lengths, op_options(o, options.precision)));
   }
-  append(k, v, lengths, q);
+  append(k, v, lengths_arg, q);
   return out;
 }
 
 void KVCache::Impl::truncate(int64_t n) {
   check_not_negative("n", n);
   if (!storage.started) return;
-  Storage& s = storage;
+  Storage& s = current();
   s.free_pages.reserve(s.page_users.size());
   cache_truncate(s.tensors, s.format_ints, n);
+  const int64_t group = s.format.group_size, whole = std::max<int64_t>(n - s.format.sink_length, 0) / group * group;
   for (int64_t b = 0; b < s.batch; b++) {
     if (s.lengths[b] <= n) continue;
     s.lengths[b] = n;
-    s.quantized[b] = s.tensors.quantized_lengths.const_data_ptr<int64_t>()[b];
+    s.quantized[b] = std::min(s.quantized[b], whole);
     drop_unused_pages(s, b);
   }
 }
@@ -186,7 +242,7 @@ void KVCache::Impl::select(const char* name, const at::Tensor& rows_arg) {
   check_rank(name, rows_arg, 1, "[N]");
   check_supported_device(name, rows_arg);
   TORCH_CHECK_VALUE(rows_arg.size(0) >= 1, name, " must name at least one row, got ", rows_arg.size(0));
-  const at::Tensor rows = rows_arg.contiguous();
+  const at::Tensor rows = rows_arg.to(at::kCPU).contiguous();
   const int64_t count = rows.size(0);
   const int64_t* row = rows.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < count; i++) {
@@ -194,21 +250,25 @@ void KVCache::Impl::select(const char* name, const at::Tensor& rows_arg) {
                       ", but the cache has batch size ", storage.batch);
   }
   const PlainTensors guard;
-  Storage s = storage;
-  for (at::Tensor* part : s.row_tensors()) *part = part->index_select(0, rows);
+  const Storage& old = current();
+  Storage s = old;
+  const at::Tensor device_rows = rows.to(s.device());
+  for (at::Tensor* part : s.row_tensors()) *part = part->index_select(0, device_rows);
+  if (s.host_table.defined()) s.host_table = s.host_table.index_select(0, rows);
   if (!s.ordered.empty()) {
     s.ordered.resize(static_cast<size_t>(count));
-    for (int64_t i = 0; i < count; i++) s.ordered[i] = storage.ordered[row[i]];
+    for (int64_t i = 0; i < count; i++) s.ordered[i] = old.ordered[row[i]];
   }
   s.batch = count;
   s.lengths.resize(static_cast<size_t>(count));
   s.quantized.resize(static_cast<size_t>(count));
   s.row_pages.resize(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; i++) {
-    s.lengths[i] = storage.lengths[row[i]];
-    s.quantized[i] = storage.quantized[row[i]];
-    s.row_pages[i] = storage.row_pages[row[i]];
+    s.lengths[i] = old.lengths[row[i]];
+    s.quantized[i] = old.quantized[row[i]];
+    s.row_pages[i] = pages_for(s.quantized[i]);  // reserved ones are not shared
   }
+  s.reserved_pages = 0;
   recount_pages(s);
   storage = std::move(s);
 }
@@ -267,9 +327,10 @@ void KVCache::append(const at::Tensor& k, const at::Tensor& v, const std::option
     k_cast = cast_float(k, stored), v_cast = cast_float(v, stored);
   }
   impl_->check_append(k_cast, v_cast, lengths);
+  if (!lengths || lengths->device().is_cpu()) counts_of(lengths, k.size(0), k.size(2));
   if (q) {
     check_supported_device("q", *q);
-    check_attention(*q, k.size(0), impl_->format, at::kCPU, {});
+    check_attention(*q, k.size(0), impl_->format, k.device(), {});
     TORCH_CHECK_VALUE(!lengths || q->size(2) == k.size(2), "q has ", q->size(2), " rows, but k has ", k.size(2),
                       " tokens; with lengths they must be equal");
   }
@@ -285,17 +346,19 @@ std::tuple<at::Tensor, at::Tensor> KVCache::attend_with_lse(const at::Tensor& q,
   return impl_->attend(q, options);
 }
 
-int64_t KVCache::length() const { return impl_->storage.longest(); }
+int64_t KVCache::length() const { return impl_->current().longest(); }
 
-at::Tensor KVCache::lengths() const { return at::tensor(impl_->storage.lengths, at::TensorOptions().dtype(at::kLong)); }
+at::Tensor KVCache::lengths() const {
+  return at::tensor(impl_->current().lengths, at::TensorOptions().dtype(at::kLong));
+}
 
 int64_t KVCache::quantized_length() const {
-  const auto& q = impl_->storage.quantized;
+  const auto& q = impl_->current().quantized;
   return q.empty() ? 0 : *std::max_element(q.begin(), q.end());
 }
 
 at::Tensor KVCache::quantized_lengths() const {
-  return at::tensor(impl_->storage.quantized, at::TensorOptions().dtype(at::kLong));
+  return at::tensor(impl_->current().quantized, at::TensorOptions().dtype(at::kLong));
 }
 
 int64_t KVCache::batch_size() const { return impl_->storage.batch; }
@@ -322,7 +385,7 @@ double KVCache::bits_per_element() const {
 }
 
 std::tuple<at::Tensor, at::Tensor> KVCache::dequantize() const {
-  const Storage& s = impl_->storage;
+  const Storage& s = impl_->current();
   const at::NoGradGuard no_grad;
   if (!s.started) {
     const Format& f = impl_->format;
@@ -344,15 +407,15 @@ void KVCache::set_key_order(const at::Tensor& order) {
   const Format& f = impl_->format;
   TORCH_CHECK(f.num_key_classes > 0, "set_key_order needs a cache with classes of key channels (k_classes)");
   check_dtype("order", order, at::kLong);
-  check_supported_device("order", order);
   check_rank("order", order, 2, "[Hkv, D]");
   check_size("order", order, 0, "head count", f.num_kv_heads, "the cache has num_kv_heads");
   check_size("order", order, 1, "size", f.head_dim, "the cache has head_dim");
   const PlainTensors guard;
-  const at::Tensor sorted = std::get<0>(order.sort(1));
+  const at::Tensor on_host = order.to(at::kCPU);
+  const at::Tensor sorted = std::get<0>(on_host.sort(1));
   TORCH_CHECK_VALUE(at::equal(sorted, at::arange(f.head_dim, at::kLong).expand_as(sorted)),
                     "order must name each of the ", f.head_dim, " channels once for every head");
-  impl_->given_order = order.to(at::kShort).contiguous();
+  impl_->given_order = on_host.to(at::kShort).contiguous();
 }
 
 void KVCache::truncate(int64_t n) { impl_->truncate(n); }
@@ -379,9 +442,17 @@ void KVCache::reset() {
 
 void KVCache::reserve(int64_t tokens) {
   check_not_negative("tokens", tokens);
-  Storage& s = impl_->storage;
-  TORCH_CHECK(s.started, "reserve needs a cache that has seen tokens: batch size and dtype come from the first ones");
-  const int64_t pages = pages_for(quantized_count(s.format, tokens));
+  TORCH_CHECK(impl_->storage.started,
+              "reserve needs a cache that has seen tokens: batch size and dtype come from the first ones");
+  Storage& s = impl_->current();
+  const int64_t quantized = quantized_count(s.format, tokens), pages = pages_for(quantized);
+  if (s.host_table.defined()) {  // a graph cannot take pages: every row gets its own now
+    std::vector<int64_t> after = s.quantized;
+    for (int64_t& m : after) m = std::max(m, quantized);
+    make_room(s, after);
+    s.reserved_pages = std::max(s.reserved_pages, pages);
+    return;
+  }
   int64_t missing = 0;
   for (int64_t b = 0; b < s.batch; b++) missing += std::max<int64_t>(pages - s.row_pages[b], 0);
   grow_pool(s, missing);
@@ -389,12 +460,14 @@ void KVCache::reserve(int64_t tokens) {
 }
 
 c10::intrusive_ptr<KVCache> KVCache::clone() const {
+  return to(impl_->storage.started ? impl_->storage.device() : at::Device(at::kCPU));
+}
+
+c10::intrusive_ptr<KVCache> KVCache::to(at::Device device) const {
+  TORCH_CHECK(device.is_cpu() || device.is_cuda(), "device must be the CPU or CUDA, got ", device);
   auto copy = c10::make_intrusive<KVCache>(impl_->options);
-  Storage s = impl_->storage;
-  if (s.started) {
-    const PlainTensors guard;
-    for (at::Tensor* part : s.all_tensors()) *part = part->clone();
-  }
+  Storage s = impl_->current();
+  if (s.started) move_tensors(s, device);
   copy->impl_->storage = std::move(s);
   copy->impl_->given_order = impl_->given_order;
   return copy;

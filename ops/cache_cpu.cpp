@@ -11,6 +11,7 @@
 
 #include "csrc/cpu/kernels.h"
 #include "csrc/cpu/reference.h"
+#include "ops/attention_call.h"
 #include "ops/cache_args.h"
 #include "ops/elements.h"
 #include "ops/registration.h"
@@ -83,11 +84,6 @@ uint8_t* CacheView::record(int64_t b, int64_t h, int64_t token) const {
 namespace {
 
 constexpr NewTokenNames kAppendNames = {"k", "v", "new_lengths"};
-
-// Channels must be contiguous for the kernels; a copy is made only where they are not.
-at::Tensor with_contiguous_channels(const at::Tensor& t) {
-  return t.stride(3) == 1 || t.size(3) <= 1 ? t : t.contiguous();
-}
 
 // What an append does to one row of the batch.
 struct RowAppend {
@@ -248,11 +244,7 @@ void cache_append_cpu(at::Tensor& pool, const at::Tensor& block_table, at::Tenso
   const Format format = format_from_ints(format_ints);
   const c10::SymInt batch = check_cache(tensors, format);
   check_new_tokens(kAppendNames, k, v, new_lengths, batch, format, window_k.scalar_type(), pool.device());
-  if (overflow) {
-    check_dtype("overflow", *overflow, at::kInt);
-    check_same_device("overflow", *overflow, "pool", pool.device());
-    TORCH_CHECK_VALUE(overflow->numel() == 1, "overflow must have 1 element, got ", overflow->numel());
-  }
+  if (overflow) check_overflow(*overflow, pool.device());
   const CacheView cache(tensors, format);
   std::vector<RowAppend> rows = plan_append(cache, k.size(2), new_lengths);
   // Named, so that a copy outlives the pointers into it.
@@ -391,15 +383,7 @@ void cache_truncate_cpu(const at::Tensor& pool, const at::Tensor& block_table, a
 }
 
 void cache_copy_pages_cpu(at::Tensor& pool, const at::Tensor& source, const at::Tensor& target) {
-  check_dtype("pool", pool, at::kByte);
-  check_rank("pool", pool, 2, "[pages, page_bytes]");
-  check_contiguous("pool", pool);
-  for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>{"source", source}, {"target", target}}) {
-    check_same_device(name, t, "pool", pool.device());
-    check_dtype(name, t, at::kLong);
-    check_rank(name, t, 1, "[N]");
-  }
-  check_size("target", target, 0, "size", source.sym_size(0), "source has");
+  check_page_lists(pool, source, target);
   const at::Tensor from = source.contiguous(), to = target.contiguous();
   const auto* s = from.const_data_ptr<int64_t>();
   const auto* t = to.const_data_ptr<int64_t>();

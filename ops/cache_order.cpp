@@ -27,7 +27,7 @@ at::Tensor keys_of(const CacheStorage& s, const at::Tensor& k, int64_t b, int64_
 at::Tensor squared_ranges(const CacheStorage& s, const at::Tensor& k, int64_t b, int64_t count) {
   const int64_t group = s.format.group_size;
   const int64_t known = std::max<int64_t>(s.lengths[b] - s.format.sink_length, 0);
-  at::Tensor sum = at::zeros({s.format.num_kv_heads, s.format.head_dim}, at::kFloat);
+  at::Tensor sum = at::zeros({s.format.num_kv_heads, s.format.head_dim}, k.options().dtype(at::kFloat));
   // Groups that begin in the window one by one; the others without a copy.
   const int64_t mixed = std::min(count, round_up(known, group));
   const auto add = [&](const at::Tensor& keys) {  // [Hkv, n * G, D]
@@ -86,10 +86,13 @@ void choose_orders(CacheStorage& s, const at::Tensor& k_arg, const std::vector<i
       at::Tensor score = squared_ranges(s, k, b, after_quantized[b]);
       const at::Tensor squares = s.query_squares.select(0, b);
       if ((squares > 0).any().item<bool>()) score = score * squares;
+      score = score.cpu();
+      const at::Tensor chosen = at::empty({s.format.num_kv_heads, s.format.head_dim}, at::kShort);
       for (int64_t h = 0; h < s.format.num_kv_heads; h++) {
         fill_order(s.format, score.const_data_ptr<float>() + h * s.format.head_dim,
-                   order.mutable_data_ptr<int16_t>() + h * s.format.head_dim);
+                   chosen.mutable_data_ptr<int16_t>() + h * s.format.head_dim);
       }
+      order.copy_(chosen);
     }
     s.ordered[b] = 1;
   }

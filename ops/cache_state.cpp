@@ -108,7 +108,8 @@ void check_state_tensor(const char* name, const at::Tensor& t, at::ScalarType dt
 
 KVCache::State KVCache::state() const {
   const PlainTensors guard;
-  const Storage& s = impl_->storage;
+  const Storage& s = impl_->current();
+  if (s.started && !s.device().is_cpu()) return to(at::kCPU)->state();
   std::vector<int64_t> ints = {kStateVersion, impl_->options.precision == "exact" ? 1 : 0, s.started ? s.batch : -1,
                                static_cast<int64_t>(s.format.scale_type), 0};
   const std::vector<int64_t> format = format_to_ints(impl_->format);
@@ -245,6 +246,7 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   s.tensors.sink_v.narrow(2, 0, sinks).copy_(tensors[3]);
   copy_window(s, s.tensors.window_k, tensors[4], true);
   copy_window(s, s.tensors.window_v, tensors[5], true);
+  if (s.host_table.defined()) s.host_table = table.clone();
   std::copy(s.lengths.begin(), s.lengths.end(), s.tensors.lengths.mutable_data_ptr<int64_t>());
   std::copy(s.quantized.begin(), s.quantized.end(), s.tensors.quantized_lengths.mutable_data_ptr<int64_t>());
   cache->impl_->storage = std::move(s);

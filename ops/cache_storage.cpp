@@ -10,6 +10,26 @@ namespace kivi {
 
 using Storage = CacheStorage;
 
+namespace {
+
+// Whether the block table needs a copy on the host. The tests of the emulator have one for tensors on the CPU too, so
+// that what is done on CUDA is done there.
+bool mirrors_table(const at::Device& device) {
+#if defined(KIVI_CUDA_EMULATED)
+  (void)device;
+  return true;
+#else
+  return !device.is_cpu();
+#endif
+}
+
+void copy_to_host(const at::Tensor& t, std::vector<int64_t>& values) {
+  const at::Tensor host = t.to(at::kCPU);
+  values.assign(host.const_data_ptr<int64_t>(), host.const_data_ptr<int64_t>() + host.numel());
+}
+
+}  // namespace
+
 // An empty cache for `batch` rows.
 Storage start_storage(const Format& format, int64_t batch, const at::TensorOptions& like) {
   const PlainTensors guard;
@@ -26,6 +46,7 @@ Storage start_storage(const Format& format, int64_t batch, const at::TensorOptio
   CacheTensors& t = s.tensors;
   t.pool = at::empty({0, page_bytes(format).value}, bytes.dtype(at::kByte));
   t.block_table = at::zeros({batch, 0}, bytes.dtype(at::kInt));
+  if (mirrors_table(like.device())) s.host_table = at::zeros({batch, 0}, at::kInt);
   t.lengths = at::zeros({batch}, bytes.dtype(at::kLong));
   t.quantized_lengths = at::zeros({batch}, bytes.dtype(at::kLong));
   t.sink_k = at::zeros({batch, heads, format.sink_length, format.head_dim}, exact);
@@ -39,6 +60,26 @@ Storage start_storage(const Format& format, int64_t batch, const at::TensorOptio
     s.ordered.assign(static_cast<size_t>(batch), 0);
   }
   return s;
+}
+
+void upload_table(Storage& s) {
+  if (!s.host_table.defined()) return;
+  at::Tensor& table = s.tensors.block_table;
+  if (table.sizes() != s.host_table.sizes()) table = at::empty(s.host_table.sizes(), table.options());
+  table.copy_(s.host_table, /*non_blocking=*/true);
+}
+
+void download_lengths(Storage& s) {
+  copy_to_host(s.tensors.lengths, s.lengths);
+  copy_to_host(s.tensors.quantized_lengths, s.quantized);
+}
+
+void move_tensors(Storage& s, at::Device device) {
+  const PlainTensors guard;
+  const at::Tensor table = s.table().clone();
+  for (at::Tensor* part : s.all_tensors()) *part = part->to(device, /*non_blocking=*/false, /*copy=*/true);
+  s.host_table = mirrors_table(device) ? table : at::Tensor();
+  s.captured = false;
 }
 
 // Room for `count` more pages in the pool. Grows by a quarter at least, so that a token is copied a few times in all
@@ -63,9 +104,9 @@ void grow_table(Storage& s, int64_t width) {
   const int64_t old_width = s.max_pages();
   if (width <= old_width) return;
   const PlainTensors guard;
-  at::Tensor table = at::zeros({s.batch, std::max(width, old_width + old_width / 2)}, s.tensors.block_table.options());
-  if (old_width > 0) table.narrow(1, 0, old_width).copy_(s.tensors.block_table);
-  s.tensors.block_table = table;
+  at::Tensor table = at::zeros({s.batch, std::max(width, old_width + old_width / 2)}, at::kInt);
+  if (old_width > 0) table.narrow(1, 0, old_width).copy_(s.table());
+  (s.host_table.defined() ? s.host_table : s.tensors.block_table) = table;
 }
 
 namespace {
@@ -90,9 +131,11 @@ struct Entry {
 
 void make_room(Storage& s, const std::vector<int64_t>& after) {
   int64_t wanted = 0, width = 0;
+  bool changed = false;       // the table
   std::vector<Entry> shared;  // pages that a row will write into although others use them
   for (int64_t b = 0; b < s.batch; b++) {
     const int64_t need = pages_for(after[b]);
+    changed |= need > s.row_pages[b];
     wanted += std::max<int64_t>(need - s.row_pages[b], 0);
     width = std::max(width, need);
     if (after[b] == s.quantized[b]) continue;
@@ -104,6 +147,7 @@ void make_room(Storage& s, const std::vector<int64_t>& after) {
       if (s.page_users[page] - copies > 1) shared.push_back({b, i});
     }
   }
+  if (!changed && shared.empty()) return;
   grow_pool(s, wanted + static_cast<int64_t>(shared.size()));
   grow_table(s, width);
   if (!shared.empty()) {
@@ -113,7 +157,8 @@ void make_room(Storage& s, const std::vector<int64_t>& after) {
       target.push_back(s.free_pages[s.free_pages.size() - 1 - target.size()]);
     }
     const auto options = at::TensorOptions().dtype(at::kLong);
-    cache_copy_pages(s.tensors.pool, at::tensor(source, options), at::tensor(target, options));
+    cache_copy_pages(s.tensors.pool, at::tensor(source, options).to(s.device()),
+                     at::tensor(target, options).to(s.device()));
     const std::vector<int32_t> copies(target.begin(), target.end());
     s.free_pages.resize(s.free_pages.size() - copies.size());
     for (size_t i = 0; i < copies.size(); i++) {
@@ -126,10 +171,12 @@ void make_room(Storage& s, const std::vector<int64_t>& after) {
   for (int64_t b = 0; b < s.batch; b++) {
     for (; s.row_pages[b] < pages_for(after[b]); s.row_pages[b]++) s.table_row(b)[s.row_pages[b]] = take_page(s);
   }
+  upload_table(s);
 }
 
 void drop_unused_pages(Storage& s, int64_t b) {
-  for (; s.row_pages[b] > pages_for(s.quantized[b]); s.row_pages[b]--) drop_page(s, s.table_row(b)[s.row_pages[b] - 1]);
+  const int64_t kept = std::max(pages_for(s.quantized[b]), s.reserved_pages);
+  for (; s.row_pages[b] > kept; s.row_pages[b]--) drop_page(s, s.table_row(b)[s.row_pages[b] - 1]);
 }
 
 void recount_pages(Storage& s) {

@@ -1,7 +1,10 @@
-// What a kivi::KVCache holds, and the bookkeeping of its pages. Invariant between calls: the host copies of lengths
-// equal the tensors; row b names pages block_table[b][0 .. row_pages[b]), which cover its quantised tokens; page_users
-// counts the rows that name a page, free_pages lists those that none names. A page with more than one user is never
-// written. Whatever may throw comes before the first visible change.
+// What a kivi::KVCache holds, and the bookkeeping of its pages. Invariant between calls: the host copies of lengths and
+// block table equal the tensors; row b names pages block_table[b][0 .. row_pages[b]), which cover its quantised tokens;
+// page_users counts the rows that name a page, free_pages lists those that none names. A page with more than one user
+// is never written. Whatever may throw comes before the first visible change.
+//
+// On CUDA the tensors are on the device and the host copies spare every step a wait for it. Only where appends were
+// captured in a graph do lengths move without the host: from then on they are fetched whenever the host needs them.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -34,8 +37,11 @@ struct CacheStorage {
   at::Tensor query_squares;
   std::vector<uint8_t> ordered;  // [B]
   int64_t batch = 0;
+  at::Tensor host_table;                    // a copy of tensors.block_table on the CPU, where that is on another device
+  bool captured = false;                    // an append was captured in a graph
   std::vector<int64_t> lengths, quantized;  // [B]
   std::vector<int64_t> row_pages;           // [B]
+  int64_t reserved_pages = 0;               // rows keep as many when tokens go
   std::vector<int32_t> page_users;          // [pages]
   std::vector<int32_t> free_pages;
 
@@ -53,8 +59,11 @@ struct CacheStorage {
     return rows;
   }
 
-  int64_t max_pages() const { return tensors.block_table.size(1); }
-  int32_t* table_row(int64_t b) const { return tensors.block_table.mutable_data_ptr<int32_t>() + b * max_pages(); }
+  // The block table as the host sees it. After a change: upload_table.
+  const at::Tensor& table() const { return host_table.defined() ? host_table : tensors.block_table; }
+  int64_t max_pages() const { return table().size(1); }
+  int32_t* table_row(int64_t b) const { return table().mutable_data_ptr<int32_t>() + b * max_pages(); }
+  at::Device device() const { return tensors.pool.device(); }
   int64_t longest() const { return lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end()); }
   int64_t pages() const { return static_cast<int64_t>(page_users.size()); }
 
@@ -75,6 +84,12 @@ void choose_orders(CacheStorage& s, const at::Tensor& k, const std::vector<int64
 
 // An empty cache for `batch` rows, with the dtype and device of `like`.
 CacheStorage start_storage(const Format& format, int64_t batch, const at::TensorOptions& like);
+// Brings the block table of the device up to date. Does not wait for the device.
+void upload_table(CacheStorage& s);
+// Fetches the lengths from the device. Waits for it.
+void download_lengths(CacheStorage& s);
+// Copies of all tensors on `device`.
+void move_tensors(CacheStorage& s, at::Device device);
 // Room for `count` more pages in the pool, for `width` pages a row in the table.
 void grow_pool(CacheStorage& s, int64_t count);
 void grow_table(CacheStorage& s, int64_t width);
@@ -88,13 +103,20 @@ void recount_pages(CacheStorage& s);
 struct KVCache::Impl {
   CacheOptions options;
   Format format;  // as constructed
-  CacheStorage storage;
+  // Through `current` where lengths are read.
+  mutable CacheStorage storage;
   at::Tensor given_order;  // int16 [Hkv, D], for rows that have none
 
+  // The storage, with the lengths of the device where a graph may have moved them.
+  CacheStorage& current() const {
+    if (storage.captured) download_lengths(storage);
+    return storage;
+  }
   void check_append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) const;
   // q: the queries of these tokens, where they are known.
   void append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
               const at::Tensor& q = {});
+  void check_mask_width(const at::Tensor& q, const AttentionOptions& o, int64_t new_tokens) const;
   std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const AttentionOptions& o) const;
   at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionOptions& o,
                      const std::optional<at::Tensor>& lengths);

@@ -3,7 +3,7 @@
 
 #include <ATen/ATen.h>
 
-#include "csrc/cpu/kernels.h"
+#include "csrc/format/params.h"
 
 namespace kivi {
 

@@ -38,11 +38,7 @@ void cache_append_meta(at::Tensor& pool, const at::Tensor& block_table, at::Tens
                                          window_v, k_order.value_or(at::Tensor())},
                                         format);
   check_new_tokens({"k", "v", "new_lengths"}, k, v, new_lengths, batch, format, window_k.scalar_type(), pool.device());
-  if (overflow) {
-    check_dtype("overflow", *overflow, at::kInt);
-    check_same_device("overflow", *overflow, "pool", pool.device());
-    TORCH_CHECK_VALUE(overflow->sym_numel() == 1, "overflow must have 1 element, got ", overflow->sym_numel());
-  }
+  if (overflow) check_overflow(*overflow, pool.device());
 }
 
 std::tuple<at::Tensor, at::Tensor> cache_attention_meta(
@@ -106,15 +102,7 @@ void cache_truncate_meta(const at::Tensor& pool, const at::Tensor& block_table, 
 }
 
 void cache_copy_pages_meta(at::Tensor& pool, const at::Tensor& source, const at::Tensor& target) {
-  check_dtype("pool", pool, at::kByte);
-  check_rank("pool", pool, 2, "[pages, page_bytes]");
-  check_dtype("source", source, at::kLong);
-  check_dtype("target", target, at::kLong);
-  check_rank("source", source, 1, "[N]");
-  check_rank("target", target, 1, "[N]");
-  check_same_device("source", source, "pool", pool.device());
-  check_same_device("target", target, "pool", pool.device());
-  check_size("target", target, 0, "size", source.sym_size(0), "source has");
+  check_page_lists(pool, source, target);
 }
 
 at::Tensor cache_widen_meta(const at::Tensor& pool, at::IntArrayRef format_ints) {

@@ -9,6 +9,9 @@ namespace kivi {
 // Whether this copy of the library is the one that registers. The first call decides, whichever file makes it.
 bool registers_operators();
 
+// The same for the operators on CUDA, which are in a library of their own.
+bool registers_cuda_operators();
+
 // Adds torch.classes.kivi.KVCache.
 void register_cache_class(torch::Library& m);
 

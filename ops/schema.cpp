@@ -2,6 +2,7 @@
 // what they do; each file registers its own.
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "ops/cuda_library.h"
 #include "ops/registration.h"
 
 namespace kivi {
@@ -158,3 +159,6 @@ TORCH_LIBRARY_FRAGMENT(kivi, m) {
   m.def("version() -> str");
   m.def("cpu_capability() -> str");
 }
+
+// In this file, after the schemas: the CUDA operators are registered for schemas that exist.
+static const bool kCudaWasLookedFor = (kivi::load_cuda_library(), true);

@@ -31,6 +31,9 @@ inline constexpr uint32_t kLostScale = 0xFFC00000u;
 inline constexpr uint16_t kHalfInf = 0x7C00;
 inline constexpr uint16_t kHalfMax = 0x7BFF;  // 65504
 
+inline constexpr float kLargestHalf = 65504.0f;
+inline constexpr float kLargestFloat8 = 61440.0f;  // of the 8-bit scales below
+
 KIVI_HOST_DEVICE inline bool is_finite(float x) { return (float_bits(x) & kFloatInf) != kFloatInf; }
 
 KIVI_HOST_DEVICE inline float half_to_float(uint16_t h) {

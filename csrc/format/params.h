@@ -94,6 +94,7 @@ struct AttentionParams {
   const void* mask;  // bool (1 byte, true = keep) or float (added; -inf = masked out) [B][Hq][Lq][keys], any strides, 0
                      // = broadcast
   MaskType mask_type;
+  int64_t mask_keys;  // size of the mask's last axis, also where its stride is 0
   int64_t mask_strides[4];
   bool exact;  // fp32 arithmetic; else int16 products
 

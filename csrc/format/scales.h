@@ -205,16 +205,21 @@ KIVI_HOST_DEVICE Trial try_range(const GroupRules& g, const Numbers& x, const Gr
   return t;
 }
 
+// The range that the codes are to span before any search: around 0 if V is symmetric.
+template <class Numbers>
+KIVI_HOST_DEVICE GroupRange plain_range(const GroupRules& g, const Numbers& x) {
+  const GroupRange range = group_range(x);
+  if (!range.finite || !g.symmetric) return range;
+  const float reach = std::max(std::fabs(range.lo), std::fabs(range.hi));
+  return {-reach, reach, 2.0f * reach, is_finite(2.0f * reach)};
+}
+
 // `fits` is false where the format stores less than float32 and the plain range's scale or zero does not fit. In the
 // search, a part that does not fit is passed over (unless scales are float32 from the start), so that a widened cache
 // chooses what it did before.
 template <class Numbers>
 KIVI_HOST_DEVICE Choice choose_quantizer(const GroupRules& g, const Numbers& x) {
-  GroupRange range = group_range(x);
-  if (range.finite && g.symmetric) {
-    const float reach = std::max(std::fabs(range.lo), std::fabs(range.hi));
-    range = {-reach, reach, 2.0f * reach, is_finite(2.0f * reach)};
-  }
+  const GroupRange range = plain_range(g, x);
   Choice best;
   if (!range.finite) {
     best.zero = bits_float(kFloatNaN);
@@ -224,19 +229,46 @@ KIVI_HOST_DEVICE Choice choose_quantizer(const GroupRules& g, const Numbers& x) 
     best = choose_range(g, range, 1.0f);
   } else {
     const Centred around(g, x);
-    const Trial plain = try_range(g, x, range, around, 1.0f);
-    best = plain.choice;
-    float least = plain.error;
-    for (int64_t i = 0; i < g.search->count; i++) {
-      const Trial other = try_range(g, x, range, around, g.search->factor(i));
-      if (!other.valid || !(other.error < least)) continue;
-      least = other.error;
-      best = other.choice;
+    float least = 0;
+    bool fits = true;
+    for (int64_t i = -1; i < g.search->count; i++) {  // the plain range first
+      const Trial t = try_range(g, x, range, around, i < 0 ? 1.0f : g.search->factor(i));
+      if (i < 0) {
+        fits = t.choice.fits;
+      } else if (!t.valid || !(t.error < least)) {
+        continue;
+      }
+      least = t.error;
+      best = t.choice;
     }
-    best.fits = plain.choice.fits;
+    best.fits = fits;
   }
   best.fits = best.fits || widened(g.type) == g.type;
   return best;
+}
+
+// What stands for a group that does not fit (choose_quantizer's answer) where nobody can widen the cache: the plain
+// range's scale and zero, each replaced by the nearest number that the type has. No search, no correction. Codes are
+// those against the stored values, so that numbers out of reach become the outermost ones: finite, and as near as the
+// format gets.
+template <class Numbers>
+KIVI_HOST_DEVICE Choice saturated(const GroupRules& g, const Numbers& x) {
+  const GroupRange range = plain_range(g, x);
+  const bool bytes = narrow(g.type) == ScaleType::kFloat8;
+  const float most = bytes ? kLargestFloat8 : kLargestHalf, top = g.top();
+  Choice c;
+  float scale = std::min(range.span / top, most), zero = range.lo;
+  if (bytes) {
+    const float middle = range.lo + range.span * 0.5f;
+    scale = std::min(stored_scale(g, scale, middle - scale * (0.5f * top), &c.fits), most);
+    zero = middle - scale * (0.5f * top);
+  } else {
+    scale = stored_scale(g, scale, zero, &c.fits);
+    zero = std::min(std::max(zero, -most), most);
+  }
+  c.coder = {scale, stored_zero(g, scale, zero, &c.fits), top};
+  c.scale = c.coder.scale, c.zero = c.coder.zero, c.fits = false;
+  return c;
 }
 
 // What a format asks of a group of keys, and of one of values.

@@ -120,13 +120,18 @@ class KIVI_API KVCache : public torch::CustomClassHolder {
   // Gives all rows for which none is chosen yet this order, [Hkv, D] int64, when their time comes.
   void set_key_order(const at::Tensor& order);
 
-  void truncate(int64_t n);                   // keep the first n tokens of every row (n >= length: nothing happens)
-  void reorder(const at::Tensor& rows);       // [B] int64: row b becomes the old row rows[b] (beam search)
-  void select(const at::Tensor& rows);        // [N] int64, any N: the batch becomes the rows named
-  void repeat_interleave(int64_t n);          // each row n times, sharing its pages
-  void reset();                               // empty; batch, dtype and device are free again
-  void reserve(int64_t tokens);               // room for `tokens` per row (needs a first append)
+  void truncate(int64_t n);              // keep the first n tokens of every row (n >= length: nothing happens)
+  void reorder(const at::Tensor& rows);  // [B] int64: row b becomes the old row rows[b] (beam search)
+  void select(const at::Tensor& rows);   // [N] int64, any N: the batch becomes the rows named
+  void repeat_interleave(int64_t n);     // each row n times, sharing its pages
+  void reset();                          // empty; batch, dtype and device are free again
+  // Room for `tokens` per row (needs a first append). A CUDA graph that appends needs it before it is captured: what it
+  // writes to must be there then. The graph holds the cache's tensors, so reorder, select, repeat_interleave and reset,
+  // and more tokens than were reserved, make it useless.
+  void reserve(int64_t tokens);
   c10::intrusive_ptr<KVCache> clone() const;  // shares nothing with this cache
+  // A copy on another device (the CPU or CUDA) that shares nothing with this cache; the records are the same bytes.
+  c10::intrusive_ptr<KVCache> to(at::Device device) const;
 
   const Format& format() const;
   const CacheOptions& options() const;

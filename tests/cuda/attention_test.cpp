@@ -1,0 +1,819 @@
+// Attention of csrc/cuda, the path that takes every call, and the merge that all paths share: against a reference in
+// double that works from the definition, against the scalar kernel of the CPU, and the rules that no comparison of sums
+// shows.
+//
+// Limits, fp32, outputs of order 1: 2e-6 where scores are of order 1. A product of a query and a key is rounded at the
+// size of 16 terms and of the whole, a sum of values at the size of a page and of the whole: about ten roundings of
+// 2^-24 each, that is 6e-7, and the CPU rounds as often. The rounding of a score s is worth s * 2^-24 of its weight: up
+// to 40 this gives 2.4e-6 a step, so there the limit is the CPU's, 1e-5, and 2e-5 where outputs go up to 4.5.
+#include "cuda/attention.h"
+
+#include <cmath>
+#include <limits>
+
+#include "cuda/attention_device.h"
+#include "tests/unit/attention_case.h"
+#include "tests/unit/attention_problem.h"
+
+namespace kivi::cuda {
+namespace {
+
+using cpu::AttentionCase;
+using cpu::AttentionResult;
+using cpu::AttentionSpec;
+using cpu::kBitWidths;
+using cpu::kElements;
+using cpu::kGroupSizes;
+using cpu::make_format;
+using cpu::max_difference;
+using test::Problem;
+using test::Settings;
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr double kLimit = 2e-6;
+
+const cpu::Kernels& scalar() { return *cpu::kernels_for(cpu::Isa::kScalar); }
+
+// lse may be far from 0: then it is its own last bits that count.
+void expect_lse(const std::vector<float>& got, const std::vector<float>& want, double limit, const std::string& what) {
+  ASSERT_EQ(got.size(), want.size());
+  for (size_t i = 0; i < got.size(); i++) {
+    if (std::isfinite(want[i])) {
+      EXPECT_NEAR(got[i], want[i], limit + 4e-7 * std::fabs(want[i])) << what << " lse " << i;
+    } else {
+      EXPECT_EQ(std::isnan(got[i]), std::isnan(want[i])) << what << " lse " << i;
+      if (!std::isnan(want[i])) EXPECT_EQ(got[i], want[i]) << what << " lse " << i;
+    }
+  }
+}
+
+void expect_result(const AttentionOutput& got, const std::vector<float>& out, const std::vector<float>& lse,
+                   double limit, double rounding, const std::string& what) {
+  EXPECT_LE(max_difference(got.out, out), limit + rounding) << what;
+  expect_lse(got.lse, lse, limit, what);
+}
+
+// `rounding` is that of outputs to the type of the queries.
+void expect_close(const AttentionSpec& spec, double limit = kLimit, double rounding = 0) {
+  AttentionCase c(spec);
+  const AttentionOutput got = DeviceAttention(c.params()).run();
+  const AttentionResult want = c.oracle(), other = c.run(scalar());
+  const std::string what = cpu::format_text(spec.format) + " heads " + std::to_string(spec.num_heads) + " queries " +
+                           std::to_string(spec.q_len) + " seed " + std::to_string(spec.seed);
+  expect_result(got, want.out, want.lse, limit, rounding, what);
+  expect_result(got, other.out, other.lse, 2 * limit, 2 * rounding, what + " scalar");
+}
+
+std::vector<float> floats(const std::vector<double>& x) { return {x.begin(), x.end()}; }
+
+void expect_close(const Settings& settings, double limit, const std::string& what) {
+  Problem problem(settings);
+  const AttentionOutput got = DeviceAttention(problem.params).run();
+  const Problem::Result want = problem.oracle(), other = problem.run(scalar(), true);
+  expect_result(got, floats(want.out), floats(want.lse), limit, 0, what);
+  expect_result(got, floats(other.out), floats(other.lse), 2 * limit, 0, what + " scalar");
+}
+
+void expect_same_bits(const AttentionOutput& got, const AttentionOutput& want) {
+  ASSERT_EQ(got.out.size(), want.out.size());
+  ASSERT_EQ(got.lse.size(), want.lse.size());
+  const auto differ = [](const std::vector<float>& a, const std::vector<float>& b) {
+    int64_t count = 0;
+    for (size_t i = 0; i < a.size(); i++) count += float_bits(a[i]) != float_bits(b[i]);
+    return count;
+  };
+  EXPECT_EQ(differ(got.out, want.out), 0);
+  EXPECT_EQ(differ(got.lse, want.lse), 0);
+}
+
+AttentionSpec attention_spec(const Format& f) {
+  AttentionSpec s;
+  s.format = f;
+  return s;
+}
+
+Format small_format(int64_t k_bits = 2, int64_t v_bits = 2, int64_t group = 32) {
+  Format f = make_format(2, 32, 32, k_bits, v_bits, group);
+  f.residual_length = 32;
+  return f;
+}
+
+// ---------------------------------------------------------------------------------------------- formats
+
+TEST(GenericAttention, EveryBitPairAndGroupSize) {
+  for (const int64_t k_bits : kBitWidths) {
+    for (const int64_t v_bits : kBitWidths) {
+      for (const int64_t group : kGroupSizes) {
+        Format f = make_format(1, 48, 80, k_bits, v_bits, group);
+        f.residual_length = 5;
+        AttentionSpec s = attention_spec(f);
+        s.cached = {300 + group};
+        s.num_heads = 3;
+        s.seed = static_cast<uint32_t>(100 * k_bits + 10 * v_bits + group);
+        expect_close(s);
+      }
+    }
+  }
+}
+
+// One line of values and 64 of them, units of keys in one chunk and in four, padding in both.
+TEST(GenericAttention, HeadSizes) {
+  const int64_t sizes[][2] = {{1, 1},   {8, 8},    {17, 5},    {64, 64},   {80, 80},   {96, 64},    {112, 112},
+                              {13, 40}, {192, 96}, {256, 256}, {257, 129}, {576, 512}, {1000, 999}, {1024, 1024}};
+  for (const auto& size : sizes) {
+    for (const int64_t bits : {1, 2, 3, 8}) {
+      const int64_t group = size[0] % 3 == 0 ? 16 : 32;
+      Format f = make_format(1, size[0], size[1], bits, bits, group);
+      f.residual_length = group - 1;
+      AttentionSpec s = attention_spec(f);
+      s.cached = {4 + 128 + 70};
+      s.num_heads = size[0] > 256 ? 3 : 5;
+      expect_close(s);
+    }
+  }
+}
+
+TEST(GenericAttention, ScaleTypes) {
+  for (const ScaleType type :
+       {ScaleType::kFloat8, ScaleType::kFloat16, ScaleType::kFloat32, ScaleType::kWidened, ScaleType::kWidened8}) {
+    for (const int64_t bits : {2, 3, 8}) {
+      AttentionSpec s = attention_spec(small_format(bits, bits));
+      s.format.scale_type = type;
+      expect_close(s);
+    }
+  }
+}
+
+Settings settings(const Format& f, std::vector<int64_t> lengths, int64_t heads, int64_t q_len = 1) {
+  Settings s;
+  s.format = f;
+  s.lengths = std::move(lengths);
+  s.heads = heads;
+  s.q_len = q_len;
+  return s;
+}
+
+// Every way to store a record: scales of each type, groups of V of each size, symmetric and rotated values.
+TEST(GenericAttention, RecordOptions) {
+  for (const ScaleType type : {ScaleType::kFloat8, ScaleType::kFloat16, ScaleType::kWidened8}) {
+    for (const int64_t bits : kBitWidths) {
+      for (int64_t i = 0; i < 8; i++) {
+        const int64_t dims[] = {64, 80, 37, 48}, groups[] = {32, 64, 16, 128};
+        const int64_t d = dims[(i + bits) % 4], g = groups[(i / 2 + bits) % 4];
+        Settings s = settings(test::make_format(1, d, d, bits, bits, g, 8, 4), {420, 280}, 4, i % 3 == 0 ? 3 : 1);
+        s.format.scale_type = type;
+        s.format.v_symmetric = (i & 1) != 0;
+        s.format.v_rotated = (i & 2) != 0;
+        if ((i & 4) != 0) s.format.v_group_size = round_up(d, g);
+        s.mask = i % 2 == 0 ? MaskType::kNone : MaskType::kBool;
+        s.new_len = s.q_len;
+        s.new_lengths = {s.q_len, s.q_len};
+        expect_close(s, 3e-6,
+                     "scales " + std::to_string(static_cast<int>(type)) + " bits " + std::to_string(bits) + " case " +
+                         std::to_string(i));
+      }
+    }
+  }
+}
+
+// Channels of K in classes, in an order of its own for each head.
+TEST(GenericAttention, ClassesOfKeys) {
+  const std::vector<std::vector<KeyClass>> lists = {
+      {{16, 4}, {48, 2}},  {{16, 4}, {32, 3}, {16, 2}}, {{16, 8}, {64, 1}},  {{32, 3}, {16, 4}, {32, 2}},
+      {{16, 4}, {4, 2}},   {{48, 2}, {16, 3}},          {{112, 2}, {16, 1}}, {{32, 1}, {32, 3}, {16, 8}, {17, 4}},
+      {{96, 4}, {200, 2}},
+  };
+  int64_t turn = 0;
+  for (const auto& list : lists) {
+    for (const int64_t group : kGroupSizes) {
+      int64_t dim = 0, widest = 0;
+      for (const KeyClass& k : list) dim += k.channels, widest = std::max(widest, k.bits);
+      const int64_t heads = 2 * (1 + turn++ % 5);
+      Settings s = settings(test::make_format(2, dim, 48, widest, 2, group, 8, 4), {280}, heads, turn % 3 == 0 ? 3 : 1);
+      for (const KeyClass& k : list) s.format.key_classes[s.format.num_key_classes++] = k;
+      s.format.scale_type = turn % 2 == 0 ? ScaleType::kFloat8 : ScaleType::kFloat16;
+      s.mask = turn % 4 == 0 ? MaskType::kBool : MaskType::kNone;
+      expect_close(s, 3e-6, "dim " + std::to_string(dim) + " group " + std::to_string(group));
+    }
+  }
+}
+
+// The formats of the recipes (ops/options.cpp) for a head of 64 or 128 channels.
+Format recipe_format(int recipe, int64_t dim) {
+  Format f = test::make_format(2, dim, dim, 2, 2, 32, 32, 4);
+  if (recipe == 0) return f;  // kivi
+  f.scale_type = ScaleType::kFloat8;
+  f.k_search = kRecipeKeySearch, f.v_search = kRecipeTokenSearch;
+  f.k_bias_correction = f.v_gain_correction = true;
+  f.v_rotated = true;
+  if (recipe != 2) f.v_group_size = dim, f.v_symmetric = true;
+  if (recipe == 2) f.v_search = kRecipeGroupSearch;  // balanced
+  if (recipe == 3) f.v_bits = 3;                     // quality
+  if (recipe == 4) {                                 // near-lossless
+    f.k_bits = f.v_bits = 4;
+    return f;
+  }
+  f.k_bits = 4;
+  const int64_t third = recipe == 3 ? (dim * 3 + 128) / 256 * 32 : 0;
+  f.key_classes[f.num_key_classes++] = {dim / 4, 4};
+  if (third > 0) f.key_classes[f.num_key_classes++] = {third, 3};
+  f.key_classes[f.num_key_classes++] = {dim - dim / 4 - third, 2};
+  return f;
+}
+
+TEST(GenericAttention, Recipes) {
+  for (int recipe = 0; recipe < 5; recipe++) {
+    for (const int64_t dim : {64, 128}) {
+      const Format f = recipe_format(recipe, dim);
+      int64_t value = 0;
+      ASSERT_EQ(format_error(f, &value), nullptr) << value;
+      Settings s = settings(f, {700, 131, 36}, 6, 2);
+      s.sinks = true;
+      s.new_len = 2;
+      s.new_lengths = {2, 1, 2};
+      s.rows_follow_new = true;
+      expect_close(s, 3e-6, "recipe " + std::to_string(recipe));
+    }
+  }
+}
+
+TEST(GenericAttention, ElementTypes) {
+  for (const Element q_type : kElements) {
+    for (const Element cache_type : kElements) {
+      for (const Element new_type : kElements) {
+        AttentionSpec s = attention_spec(small_format());
+        s.format.head_dim = s.format.value_head_dim = 37;
+        s.q_type = q_type, s.cache_type = cache_type, s.new_type = new_type;
+        s.fresh = {2};
+        s.q_len = 2;
+        // Outputs are rounded to the type of the queries, half a step of which is 2^-11 or 2^-8 of numbers up to 2.
+        expect_close(s, kLimit, q_type == Element::kFloat32 ? 0 : q_type == Element::kFloat16 ? 0x1p-11 : 0x1p-8);
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- sizes
+
+TEST(GenericAttention, Lengths) {
+  for (const int64_t n : {0, 1, 31, 32, 33, 63, 64, 65, 129, 1000}) {
+    for (const int64_t residual : {0, 32}) {
+      for (const int64_t sink : {0, 4}) {
+        for (const int64_t fresh : {0, 1}) {
+          AttentionSpec s = attention_spec(small_format());
+          s.format.residual_length = residual;
+          s.format.sink_length = sink;
+          s.cached = {n};
+          if (fresh > 0) s.fresh = {fresh};
+          expect_close(s);
+        }
+      }
+    }
+  }
+}
+
+// More exact tokens than a block takes at once: sink, window and new ones.
+TEST(GenericAttention, ManyExactTokens) {
+  for (const int64_t sink : {3, 150}) {
+    for (const int64_t residual : {1, 131, 300}) {
+      AttentionSpec s = attention_spec(small_format());
+      s.format.sink_length = sink, s.format.residual_length = residual;
+      s.cached = {700, 60};
+      s.fresh = {260, 7};
+      s.q_len = 260;
+      s.num_heads = 2;
+      s.rows_follow_new = true;
+      expect_close(s);
+    }
+  }
+}
+
+TEST(GenericAttention, QueryHeadsPerKvHead) {
+  for (int64_t group = 1; group <= 16; group++) {
+    AttentionSpec s = attention_spec(small_format());
+    s.num_heads = 2 * group;
+    expect_close(s);
+  }
+}
+
+TEST(GenericAttention, Queries) {
+  for (int64_t q_len = 1; q_len <= 20; q_len++) {
+    for (const bool fresh : {false, true}) {
+      AttentionSpec s = attention_spec(small_format());
+      s.cached = {290};
+      s.num_heads = q_len % 2 == 0 ? 2 : 6;
+      s.q_len = q_len;
+      if (fresh) s.fresh = {q_len};
+      expect_close(s);
+    }
+  }
+  AttentionSpec s = attention_spec(small_format());
+  s.cached = {290, 0, 40};
+  s.fresh = {70, 70, 3};
+  s.q_len = 70;
+  s.window = 90;
+  expect_close(s);
+}
+
+// K with outlier channels of 5 and 30 times, off centre, and scores up to +-40 and beyond.
+TEST(GenericAttention, OutliersAndWideScores) {
+  for (const float spread : {1.0f, 4.0f, 13.0f}) {
+    for (uint32_t seed = 1; seed <= 4; seed++) {
+      AttentionSpec s = attention_spec(make_format(2, 128, 128, 2, 2, 32));
+      s.seed = seed;
+      s.num_heads = 8;
+      s.cached = {1000};
+      s.outlier_step = 16;
+      s.score_spread = spread;
+      expect_close(s, spread < 10 ? 1e-5 : 2e-5);
+    }
+  }
+}
+
+// Runs of 4, 8 and 16 pages.
+TEST(GenericAttention, LongRows) {
+  Format f = make_format(1, 8, 8, 2, 2, 128);
+  f.residual_length = 1;
+  AttentionSpec s = attention_spec(f);
+  s.num_heads = 2;
+  s.cached = {64 * 128 + 5, 65 * 128 + 5, 513 * 128 + 5};
+  s.causal = true;
+  expect_close(s);
+}
+
+// ---------------------------------------------------------------------------------------------- what a query sees
+
+TEST(GenericAttention, CausalIsBottomRight) {
+  for (const int64_t fresh : {0, 1, 3, 40}) {
+    for (const int64_t cached : {0, 3, 40, 300}) {
+      for (const bool causal : {true, false}) {
+        AttentionSpec s = attention_spec(small_format());
+        s.q_len = fresh == 0 ? 5 : fresh;
+        s.cached = {cached};
+        if (fresh > 0) s.fresh = {fresh};
+        s.causal = causal;
+        expect_close(s);
+      }
+    }
+  }
+}
+
+// Whole parts are out of sight here, at both ends.
+TEST(GenericAttention, SlidingWindow) {
+  for (const int64_t window : {1, 2, 40, 128, 200, 1000, 5000}) {
+    for (const bool causal : {true, false}) {
+      AttentionSpec s = attention_spec(small_format());
+      s.cached = {1500, 140};
+      s.fresh = {6, 6};
+      s.q_len = 6;
+      s.window = window;
+      s.causal = causal;
+      expect_close(s);
+    }
+  }
+}
+
+// More queries than keys: the first ones stand before all keys and see none.
+TEST(GenericAttention, QueriesBeforeTheFirstKey) {
+  AttentionSpec s = attention_spec(small_format());
+  s.cached = {3};
+  s.q_len = 11;
+  expect_close(s);
+  s.sinks = true;
+  expect_close(s);
+}
+
+TEST(GenericAttention, MasksOfEveryBroadcast) {
+  for (const MaskType mask : {MaskType::kBool, MaskType::kFloat32}) {
+    for (int broadcast = 0; broadcast < 16; broadcast++) {
+      AttentionSpec s = attention_spec(small_format());
+      s.cached = {300, 260};
+      s.fresh = {3, 3};
+      s.q_len = 3;
+      s.mask = mask;
+      for (int i = 0; i < 4; i++) s.mask_broadcast[i] = (broadcast >> i & 1) != 0;
+      s.seed = static_cast<uint32_t>(broadcast + 1);
+      expect_close(s);
+    }
+  }
+}
+
+TEST(GenericAttention, SoftcapAlibiAndSinkLogits) {
+  for (int options = 0; options < 16; options++) {
+    AttentionSpec s = attention_spec(small_format());
+    s.cached = {300, 200};
+    s.softcap = (options & 1) != 0 ? 5.0f : 0.0f;
+    s.alibi = (options & 2) != 0;
+    s.sinks = (options & 4) != 0;
+    s.alibi_per_batch = (options & 8) != 0;
+    s.score_spread = 4;
+    s.q_len = 3;
+    expect_close(s, 3e-6);
+  }
+}
+
+TEST(GenericAttention, RaggedRows) {
+  for (const bool follow : {false, true}) {
+    for (const bool sinks : {false, true}) {
+      AttentionSpec s = attention_spec(small_format());
+      s.cached = {0, 1, 37, 700, 300};
+      s.fresh = {4, 0, 2, 1, 3};
+      s.q_len = 4;
+      s.rows_follow_new = follow;
+      s.sinks = sinks;
+      expect_close(s);
+    }
+  }
+}
+
+// Every key masked out: as an empty cache.
+TEST(GenericAttention, NothingSeenGivesZero) {
+  for (const MaskType mask : {MaskType::kBool, MaskType::kFloat32}) {
+    for (const int64_t cached : {0, 3, 1300}) {
+      for (const bool sinks : {false, true}) {
+        AttentionSpec s = attention_spec(small_format());
+        s.cached = {cached};
+        s.mask = mask;
+        s.sinks = sinks;
+        AttentionCase c(s);
+        std::fill(c.bool_mask().begin(), c.bool_mask().end(), static_cast<uint8_t>(0));
+        std::fill(c.float_mask().begin(), c.float_mask().end(), -kInf);
+        const AttentionOutput got = DeviceAttention(c.params()).run();
+        for (const float x : got.out) EXPECT_EQ(x, 0.0f);
+        for (size_t h = 0; h < got.lse.size(); h++) EXPECT_EQ(got.lse[h], sinks ? c.params().sinks[h] : -kInf);
+      }
+    }
+  }
+}
+
+TEST(GenericAttention, OutputStaysFiniteInFloat16) {
+  AttentionSpec s = attention_spec(small_format());
+  s.q_type = Element::kFloat16;
+  s.cached = {2};
+  AttentionCase c(s);
+  for (int64_t i = 0; i < c.sink_v().size(); i++) c.sink_v().set(i, i % 2 == 0 ? 65530.0f : -65530.0f);
+  const AttentionOutput got = DeviceAttention(c.params()).run();
+  for (size_t i = 0; i < got.out.size(); i++) EXPECT_EQ(got.out[i], i % 2 == 0 ? 65504.0f : -65504.0f);
+}
+
+// ---------------------------------------------------------------------------------------------- NaN
+
+// What a query may not see has no part in its result, whatever stands there. The first two queries are cut off from the
+// newest keys by causality, all of them from some keys by the mask.
+TEST(GenericAttention, UnseenNaNsLeaveNoTrace) {
+  for (const MaskType mask : {MaskType::kBool, MaskType::kFloat32}) {
+    AttentionSpec s = attention_spec(small_format());
+    s.cached = {300};
+    s.fresh = {3};
+    s.q_len = 3;
+    s.mask = mask;
+    s.mask_broadcast[1] = true;
+    const auto hide = [&](AttentionCase& c) {
+      for (int64_t i = 0; i < 3; i++) {
+        for (const int64_t j : {0, 40, 41, 299}) {
+          const auto at = static_cast<size_t>(c.mask_at(0, 0, i, j));
+          if (mask == MaskType::kBool) c.bool_mask()[at] = 0;
+          if (mask == MaskType::kFloat32) c.float_mask()[at] = -kInf;
+        }
+        // The last new token, which only the last query could see.
+        const auto at = static_cast<size_t>(c.mask_at(0, 0, i, 302));
+        if (mask == MaskType::kBool) c.bool_mask()[at] = 1;
+        if (mask == MaskType::kFloat32) c.float_mask()[at] = 0.0f;
+      }
+    };
+    AttentionCase clean(s), dirty(s);
+    hide(clean);
+    hide(dirty);
+    const Format& f = dirty.spec().format;
+    const int64_t capacity = window_capacity(f), dim = f.head_dim;
+    for (int64_t h = 0; h < f.num_kv_heads; h++) {
+      for (int64_t d = 0; d < dim; d++) {
+        dirty.sink_k().set(h * 4 * dim + d, kNaN);
+        dirty.sink_v().set(h * 4 * dim + d, kInf);
+        dirty.window_k().set((h * capacity + (299 - 4) % capacity) * dim + d, kInf);
+        dirty.window_v().set((h * capacity + (299 - 4) % capacity) * dim + d, kNaN);
+        const int64_t at = h * dirty.params().new_k_strides[1] + 2 * dirty.params().new_k_strides[2] + d;
+        dirty.new_k().set(at, kNaN);
+        dirty.new_v().set(at, kNaN);
+      }
+      // Tokens 40 and 41 are the quantised tokens 36 and 37: V of these two alone becomes NaN.
+      for (const int64_t t : {4, 5}) {
+        const uint16_t nan = 0x7E00;
+        std::memcpy(dirty.record(0, h, 1) + dirty.layout().v_zero + t * 2, &nan, 2);
+      }
+    }
+    const AttentionOutput want = DeviceAttention(clean.params()).run(), got = DeviceAttention(dirty.params()).run();
+    for (size_t i = 0; i < got.out.size(); i++) {
+      if (static_cast<int64_t>(i) / dim % 3 == 2) {
+        EXPECT_TRUE(std::isnan(got.out[i])) << i;
+      } else {
+        EXPECT_EQ(got.out[i], want.out[i]) << i;
+      }
+    }
+  }
+}
+
+// A NaN that is seen reaches the output of its kv head, and nothing else.
+TEST(GenericAttention, SeenNaNsShow) {
+  for (const int where : {0, 1, 2, 3}) {
+    for (const bool key : {true, false}) {
+      AttentionSpec s = attention_spec(small_format());
+      s.format.head_dim = s.format.value_head_dim = 64;
+      s.cached = {300, 300};
+      s.fresh = {1, 1};
+      AttentionCase c(s);
+      const AttentionOutput want = DeviceAttention(c.params()).run();
+      const int64_t capacity = window_capacity(s.format), row = 1, head = 1, bh = row * 2 + head;
+      if (where == 0) (key ? c.sink_k() : c.sink_v()).set((bh * 4 + 3) * 64 + 5, kNaN);
+      if (where == 1) {  // one channel of a group of keys, one token of values
+        const uint16_t nan = 0x7E00;
+        std::memcpy(c.record(row, head, 2) + (key ? c.layout().k_zero : c.layout().v_zero) + 5 * 2, &nan, 2);
+      }
+      if (where == 2) (key ? c.window_k() : c.window_v()).set((bh * capacity + (290 - 4) % capacity) * 64 + 5, kNaN);
+      if (where == 3) {
+        const int64_t at = row * c.params().new_k_strides[0] + head * c.params().new_k_strides[1] + 5;
+        (key ? c.new_k() : c.new_v()).set(at, kNaN);
+      }
+      const AttentionOutput got = DeviceAttention(c.params()).run();
+      for (size_t i = 0; i < got.out.size(); i++) {
+        const size_t h = i / 64 % 4, b = i / 64 / 4, d = i % 64;
+        const bool hit = b == 1 && h / 2 == 1 && (key || (where == 1 ? d < 32 : d == 5));
+        if (hit) {
+          EXPECT_TRUE(std::isnan(got.out[i])) << where << " " << key << " " << i;
+        } else {
+          EXPECT_EQ(got.out[i], want.out[i]) << where << " " << key << " " << i;
+        }
+      }
+    }
+  }
+}
+
+// A group of NaN that has no zero to say so, or one byte only, seen and masked out.
+TEST(GenericAttention, NaNInEveryKindOfRecord) {
+  for (const ScaleType type : {ScaleType::kFloat8, ScaleType::kFloat16, ScaleType::kFloat32}) {
+    for (int64_t i = 0; i < 8; i++) {
+      Settings s = settings(test::make_format(1, 64, 64, 2, 2, 32, 32, 4), {310}, 4);
+      s.format.scale_type = type;
+      s.format.v_symmetric = (i & 1) != 0;
+      s.format.v_rotated = (i & 2) != 0;
+      if ((i & 4) != 0) s.format.v_group_size = 64;
+      s.mask = MaskType::kBool;
+      s.broadcast_mask = true;
+      for (const bool in_key : {true, false}) {
+        s.edit = [in_key](int64_t, int64_t, std::vector<float>& k, std::vector<float>& v) {
+          in_key ? k[40 * 64 + 3] = NAN : v[40 * 64 + 4] = INFINITY;
+        };
+        Problem problem(s);
+        auto* mask = static_cast<uint8_t*>(const_cast<void*>(problem.params.mask));
+        const int64_t first = in_key ? 36 : 40, last = in_key ? 68 : 41;
+        for (const bool seen : {false, true}) {
+          for (int64_t t = first; t < last; t++) mask[t * problem.params.mask_strides[3]] = seen ? 1 : 0;
+          const Problem::Result want = problem.oracle();
+          const std::string what = "scales " + std::to_string(static_cast<int>(type)) + " case " + std::to_string(i);
+          expect_result(DeviceAttention(problem.params).run(), floats(want.out), floats(want.lse), 3e-6, 0, what);
+          EXPECT_EQ(std::isnan(want.out[0]), seen) << what;
+        }
+      }
+    }
+  }
+}
+
+TEST(GenericAttention, BadQueriesSpoilTheirOwnRowOnly) {
+  for (const float bad : {kNaN, kInf, -kInf}) {
+    Settings s = settings(test::make_format(1, 64, 64, 2, 2, 32, 16, 4), {300}, 6, 2);
+    // Of one sign in all keys, so that -Inf makes every score -Inf, which must not count as "no key seen".
+    s.edit = [](int64_t, int64_t, std::vector<float>& k, std::vector<float>&) {
+      for (size_t i = 17; i < k.size(); i += 64) k[i] = std::fabs(k[i]) + 0.1f;
+    };
+    const Problem good(s);
+    s.edit_q = [bad](std::vector<float>& q) { q[3 * 64 + 17] = bad; };
+    const Problem spoilt(s);
+    const AttentionOutput want = DeviceAttention(good.params).run(), got = DeviceAttention(spoilt.params).run();
+    for (size_t i = 0; i < got.out.size(); i++) {
+      if (i / 64 == 3) {
+        ASSERT_TRUE(std::isnan(got.out[i])) << "output " << i << " is " << got.out[i];
+      } else {
+        ASSERT_EQ(got.out[i], want.out[i]) << "output " << i;
+      }
+    }
+  }
+}
+
+// Keys whose score is -Inf by overflow count for nothing beside others, though a whole page has no other.
+TEST(GenericAttention, OverflowedScoresCountForNothing) {
+  Settings s = settings(test::make_format(1, 64, 64, 2, 2, 32, 0, 4), {4 + 256}, 2);
+  s.format.scale_type = ScaleType::kFloat32;
+  s.edit = [](int64_t, int64_t, std::vector<float>& k, std::vector<float>&) {
+    for (size_t t = 4; t < 132; t++) std::fill_n(k.begin() + static_cast<int64_t>(t) * 64, 64, -3e30f);
+  };
+  s.edit_q = [](std::vector<float>& q) { std::fill(q.begin(), q.end(), 1e8f); };
+  Problem problem(s);
+  std::vector<uint8_t> mask(260, 1);
+  problem.params.mask_strides[0] = problem.params.mask_strides[1] = problem.params.mask_strides[2] = 0;
+  problem.params.mask_strides[3] = 1;
+  problem.params.mask = mask.data();
+  problem.params.mask_type = MaskType::kBool;
+  const AttentionOutput got = DeviceAttention(problem.params).run();
+  std::fill(mask.begin() + 4, mask.begin() + 132, static_cast<uint8_t>(0));
+  const AttentionOutput want = DeviceAttention(problem.params).run();
+  for (const float x : want.out) EXPECT_TRUE(std::isfinite(x));
+  expect_same_bits(got, want);
+}
+
+// ---------------------------------------------------------------------------------------------- the same bits
+
+// A call with all that may matter: several runs of pages, ragged rows, new tokens, more rows than a block takes.
+AttentionSpec busy_spec() {
+  AttentionSpec s = attention_spec(small_format());
+  s.cached = {1700, 5, 700, 0};
+  s.fresh = {3, 3, 1, 2};
+  s.q_len = 3;
+  s.num_heads = 6;
+  s.sinks = true;
+  s.alibi = true;
+  s.mask = MaskType::kBool;
+  s.mask_broadcast[0] = s.mask_broadcast[1] = s.mask_broadcast[2] = true;
+  return s;
+}
+
+TEST(GenericAttention, RowsDoNotDependOnTheBatch) {
+  AttentionCase c(busy_spec());
+  const AttentionOutput all = DeviceAttention(c.params()).run();
+  const Format& f = c.spec().format;
+  const size_t batch = static_cast<size_t>(c.batch()), out = all.out.size() / batch, lse = all.lse.size() / batch;
+  for (int64_t b = 0; b < c.batch(); b++) {
+    AttentionParams p = c.params();
+    p.batch = 1;
+    p.q = advance(p.q, p.q_type, b * p.q_batch_stride);
+    p.block_table += b * p.block_table_stride;
+    // A table no wider than the row needs.
+    p.block_table_stride = ceil_div(p.quantized_lengths[b], kPageTokens);
+    p.lengths += b, p.quantized_lengths += b, p.new_lengths += b;
+    const int64_t slots = b * f.num_kv_heads * window_capacity(f), sinks = b * f.num_kv_heads * f.sink_length;
+    p.sink_k = advance(p.sink_k, p.cache_type, sinks * f.head_dim);
+    p.sink_v = advance(p.sink_v, p.cache_type, sinks * f.value_head_dim);
+    p.window_k = advance(p.window_k, p.cache_type, slots * f.head_dim);
+    p.window_v = advance(p.window_v, p.cache_type, slots * f.value_head_dim);
+    p.new_k = advance(p.new_k, p.new_type, b * p.new_k_strides[0]);
+    p.new_v = advance(p.new_v, p.new_type, b * p.new_v_strides[0]);
+    const auto row = static_cast<size_t>(b);
+    const auto part = [row](const std::vector<float>& x, size_t size) {
+      return std::vector<float>(x.begin() + static_cast<int64_t>(row * size),
+                                x.begin() + static_cast<int64_t>((row + 1) * size));
+    };
+    expect_same_bits(DeviceAttention(p).run(), {part(all.out, out), part(all.lse, lse)});
+  }
+}
+
+TEST(GenericAttention, WidthOfTheBlockTableDoesNotMatter) {
+  AttentionCase c(busy_spec());
+  const AttentionOutput want = DeviceAttention(c.params()).run();
+  for (const int64_t wider : {1, 7, 130}) expect_same_bits(DeviceAttention(c.params(), wider).run(), want);
+}
+
+// Nor does what the scratch memory held.
+TEST(GenericAttention, ScratchMemoryMayHoldAnything) {
+  AttentionCase c(busy_spec());
+  DeviceAttention device(c.params());
+  const AttentionOutput want = device.run();
+  const auto floats_of_scratch = static_cast<size_t>(attention_scratch_bytes(device.params)) / sizeof(float);
+  for (const float garbage : {1e30f, kInf, 0.0f}) {
+    const DeviceArray<float> scratch(std::vector<float>(floats_of_scratch, garbage));
+    expect_same_bits(device.run(scratch.data()), want);
+    expect_same_bits(device.run(scratch.data()), want);  // its own results
+  }
+}
+
+// One block takes all runs of a row where so many queries would need too much memory: parts 0 and 1 only.
+TEST(GenericAttention, TwoPartsGiveTheSameBits) {
+  for (const bool rotated : {false, true}) {
+    AttentionSpec s = busy_spec();
+    s.format.v_rotated = rotated;
+    if (rotated) s.window = 600;
+    AttentionCase c(s);
+    DeviceAttention device(c.params());
+    const AttentionOutput want = device.run();
+    ASSERT_GT(most_parts(device.params.block_table_stride), 3);
+    const DeviceArray<float> scratch(static_cast<size_t>(part_offset(device.params, 2, device.params.batch, 0, 0, 0)));
+    check(launch_generic_parts(device.params, 2, scratch.data(), nullptr));
+    check(launch_merge(device.params, 2, scratch.data(), nullptr));
+    expect_same_bits(device.output(), want);
+  }
+}
+
+TEST(GenericAttention, ScratchMemoryIsBounded) {
+  AttentionCase c(busy_spec());
+  AttentionParams p = c.params();
+  p.block_table_stride = 1024;  // 128k tokens
+  EXPECT_EQ(attention_scratch_bytes(p), round_up(part_offset(p, most_parts(1024), p.batch, 0, 0, 0) * 4, 256));
+  p.q_len = 4096;
+  EXPECT_EQ(attention_scratch_bytes(p), round_up(part_offset(p, 2, p.batch, 0, 0, 0) * 4, 256));
+  for (int64_t width = 0; width < 3000; width++) {
+    EXPECT_GE(most_parts(width), 1 + quantized_parts(width));
+    EXPECT_GE(most_parts(width + 1), most_parts(width));
+  }
+}
+
+// The same parameters and scratch memory while the contents of the device arrays change, as when a captured graph is
+// replayed: the lengths grow over the ends of groups, pages and runs, and become short again.
+TEST(GenericAttention, LengthsChangeBetweenLaunches) {
+  AttentionSpec s = attention_spec(small_format());
+  s.format.residual_length = 0;
+  s.cached = {1700, 900};
+  s.fresh = {4, 4};
+  s.q_len = 4;
+  s.rows_follow_new = true;
+  AttentionCase c(s);
+  DeviceAttention device(c.params(), 3);
+  const DeviceArray<uint8_t> scratch(static_cast<size_t>(attention_scratch_bytes(device.params)));
+  const int64_t steps[][4] = {{1696, 896, 4, 4}, {0, 32, 1, 0},   {96, 128, 2, 3},   {128, 160, 4, 4},
+                              {512, 544, 3, 1},  {1056, 0, 0, 4}, {1696, 896, 4, 4}, {32, 512, 4, 2}};
+  for (const auto& step : steps) {
+    const std::vector<int64_t> quantized = {step[0], step[1]}, fresh = {step[2], step[3]};
+    // The window is empty, and with it no ring moves.
+    const std::vector<int64_t> lengths = {s.format.sink_length + step[0], s.format.sink_length + step[1]};
+    device.lengths.set(lengths);
+    device.quantized_lengths.set(quantized);
+    device.new_lengths.set(fresh);
+    AttentionParams p = c.params();
+    p.lengths = lengths.data(), p.quantized_lengths = quantized.data(), p.new_lengths = fresh.data();
+    const AttentionResult want = AttentionCase::run(p, scalar());
+    const AttentionOutput got = device.run(scratch.data());
+    expect_result(got, want.out, want.lse, 2 * kLimit, 0, "tokens " + std::to_string(step[0]));
+    expect_same_bits(got, DeviceAttention(p).run());
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- synchronisation
+
+TEST(GenericAttention, EveryOrder) {
+  std::vector<Settings> calls;
+  // Values in one pass and two, in halves and quarters of the tokens; keys in one chunk and two; 1, 2, 4 and 8 rows.
+  const int64_t sizes[][3] = {{32, 32, 8}, {64, 64, 4}, {48, 160, 2}, {272, 16, 1}};
+  for (const auto& size : sizes) {
+    Settings s = settings(test::make_format(1, size[0], size[1], 2, 3, 32, 20, 4), {900, 140}, size[2]);
+    s.new_len = 2;
+    s.new_lengths = {2, 1};
+    s.sinks = true;
+    s.format.v_rotated = size[0] != 32;
+    if (size[0] == 48) s.mask = MaskType::kFloat32;
+    calls.push_back(s);
+  }
+  calls.push_back(settings(recipe_format(3, 64), {700}, 4, 3));
+  for (const Settings& s : calls) {
+    Problem problem(s);
+    const Problem::Result want = problem.oracle();
+    const AttentionOutput first = DeviceAttention(problem.params).run();
+    expect_result(first, floats(want.out), floats(want.lse), 3e-6, 0, "D " + std::to_string(s.format.head_dim));
+    in_every_order([&] { expect_same_bits(DeviceAttention(problem.params).run(), first); });
+  }
+  AttentionCase c(busy_spec());
+  DeviceAttention device(c.params());
+  const AttentionOutput want = device.run();
+  in_every_order([&] {
+    const DeviceArray<float> scratch(static_cast<size_t>(part_offset(device.params, 2, device.params.batch, 0, 0, 0)));
+    check(launch_generic_parts(device.params, 2, scratch.data(), nullptr));
+    check(launch_merge(device.params, 2, scratch.data(), nullptr));
+    expect_same_bits(device.output(), want);
+  });
+}
+
+// ---------------------------------------------------------------------------------------------- errors
+
+// What only the device knows ends the launch.
+TEST(GenericAttention, WhatDoesNotFitIsAnError) {
+  AttentionSpec s = attention_spec(small_format());
+  s.cached = {300, 500};
+  s.fresh = {1, 1};
+  AttentionCase c(s);
+  const auto expect_error = [&](auto change) {
+    DeviceAttention device(c.params());
+    change(device);
+    EXPECT_THROW(device.run(), emulator::Error);
+  };
+  expect_error([](DeviceAttention& d) {
+    std::vector<int32_t> table = d.block_table.get();
+    table[static_cast<size_t>(d.params.block_table_stride)] = -1;
+    d.block_table.set(table);
+  });
+  expect_error([](DeviceAttention& d) { d.params.block_table_stride = 2; });
+  expect_error([](DeviceAttention& d) { d.lengths.set({300, 100}); });
+  expect_error([](DeviceAttention& d) { d.lengths.set({300, 800}); });
+  expect_error([](DeviceAttention& d) { d.quantized_lengths.set({-32, 448}); });
+  expect_error([](DeviceAttention& d) { d.new_lengths.set({1, 2}); });
+}
+
+TEST(GenericAttention, EmptyCallsLaunchNothing) {
+  AttentionCase c(attention_spec(small_format()));
+  for (const int which : {0, 1, 2}) {
+    AttentionParams p = c.params();
+    (which == 0 ? p.batch : which == 1 ? p.num_heads : p.q_len) = 0;
+    const uint64_t before = emulator::stats().launches;
+    EXPECT_EQ(attention(p, nullptr, nullptr), cudaSuccess);
+    EXPECT_EQ(emulator::stats().launches, before);
+  }
+}
+
+}  // namespace
+}  // namespace kivi::cuda
