@@ -6,9 +6,11 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "emulator/emulator.h"
+#include "emulator/orders.h"
 
 namespace kivi::cuda {
 
@@ -50,23 +52,30 @@ class DeviceArray {
   size_t count_ = 0;
 };
 
-// Runs `body` under every order of the emulator's scheduler, the random ones with a few seeds.
+// Changes the emulator's configuration until it goes out of scope.
+class WithConfig {
+ public:
+  WithConfig() = default;
+  ~WithConfig() { emulator::config() = before_; }
+  WithConfig(const WithConfig&) = delete;
+  WithConfig& operator=(const WithConfig&) = delete;
+
+  emulator::Config* operator->() const { return &emulator::config(); }
+
+ private:
+  const emulator::Config before_ = emulator::config();
+};
+
+// Runs `body` under every order of the emulator's scheduler (emulator/orders.h).
 template <class Body>
 void in_every_order(Body body) {
-  emulator::Config& c = emulator::config();
-  const emulator::Config before = c;
-  for (const auto& [order, seeds, name] :
-       {std::tuple<emulator::Order, uint64_t, const char*>{emulator::Order::ascending, 1, "ascending"},
-        {emulator::Order::descending, 1, "descending"},
-        {emulator::Order::random, 2, "random"},
-        {emulator::Order::random_warps, 3, "random warps"}}) {
-    for (uint64_t seed = 1; seed <= seeds; seed++) {
-      SCOPED_TRACE(testing::Message() << "order " << name << ", seed " << seed);
-      c.order = order, c.seed = seed;
-      body();
-    }
+  const WithConfig config;
+  for (const emulator::NamedOrder& order : emulator::orders_to_try()) {
+    SCOPED_TRACE(order.name);
+    config->order = order.order;
+    config->seed = order.seed;
+    body();
   }
-  c = before;
 }
 
 }  // namespace kivi::cuda
