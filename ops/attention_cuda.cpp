@@ -27,8 +27,10 @@ std::tuple<at::Tensor, at::Tensor> cache_attention_cuda(
   AttentionCall call =
       attention_call(q, cache, format, new_k, new_v, new_lengths,
                      {attn_mask, is_causal, scale, softcap, window, sinks, alibi_slopes, std::string(precision)});
-  // How long the longest row is, only the device knows: the mask's own width is taken, and the kernels check it.
+  // How long the longest row is, only the device knows: the mask's own width is taken, and the kernels check it. A
+  // width of 1 is any width.
   if (attn_mask) call.set_mask(*attn_mask, attn_mask->dim() >= 1 ? attn_mask->size(-1) : 1);
+  if (call.params.mask_keys == 1) call.params.mask_strides[3] = 0;
   if (call.out.numel() == 0) return {call.out, call.lse};
   const at::Tensor scratch = at::empty({cuda::attention_scratch_bytes(call.params)}, pool.options());
   CudaCall::check(cuda::attention(call.params, scratch.mutable_data_ptr(), cuda.stream()), "cache_attention");

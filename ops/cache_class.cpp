@@ -139,6 +139,19 @@ void append_to(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::
   s.quantized = std::move(after_quantized);
 }
 
+// Attention over what a cache holds and, where given, over new tokens. The mask's width is checked here for CUDA, where
+// the operator cannot know how long the longest row is; the storage's lengths must be up to date.
+std::tuple<at::Tensor, at::Tensor> attend_storage(const Storage& s, const at::Tensor& q, const AttentionOptions& o,
+                                                  const std::string& precision,
+                                                  const std::optional<at::Tensor>& k = std::nullopt,
+                                                  const std::optional<at::Tensor>& v = std::nullopt,
+                                                  const std::optional<at::Tensor>& lengths = std::nullopt) {
+  if (o.attn_mask && !lengths && s.host_table.defined() && q.dim() == 4 && !captures(s, q)) {
+    expand_mask(*o.attn_mask, s.batch, q.size(1), q.size(2), s.longest() + (k ? k->size(2) : 0));
+  }
+  return cache_attention(q, s.tensors, s.format_ints, k, v, lengths, op_options(o, precision));
+}
+
 // No key to see: the output is 0 and the log-sum-exp that of the sink logit, if there is one.
 std::tuple<at::Tensor, at::Tensor> attend_nothing(const Format& format, const std::string& precision,
                                                   const at::Tensor& q, const AttentionOptions& o) {
@@ -147,8 +160,7 @@ std::tuple<at::Tensor, at::Tensor> attend_nothing(const Format& format, const st
   TORCH_CHECK_VALUE(q.dim() == 4, "q must be [B, Hq, Lq, D] (4 dimensions), got ", q.dim(), " dimensions of sizes ",
                     q.sizes());
   const Storage none = start_storage(format, q.size(0), q.options());
-  return cache_attention(q, none.tensors, none.format_ints, std::nullopt, std::nullopt, std::nullopt,
-                         op_options(o, precision));
+  return attend_storage(none, q, o, precision);
 }
 
 }  // namespace
@@ -184,17 +196,9 @@ void KVCache::Impl::append(const at::Tensor& k, const at::Tensor& v, const std::
   storage = std::move(s);
 }
 
-// On the CPU the operator knows how long the longest row is; on CUDA the host copies do.
-void KVCache::Impl::check_mask_width(const at::Tensor& q, const AttentionOptions& o, int64_t new_tokens) const {
-  if (!o.attn_mask || !storage.host_table.defined() || captures(storage, q)) return;
-  expand_mask(*o.attn_mask, storage.batch, q.size(1), q.size(2), current().longest() + new_tokens);
-}
-
 std::tuple<at::Tensor, at::Tensor> KVCache::Impl::attend(const at::Tensor& q, const AttentionOptions& o) const {
   if (!storage.started) return attend_nothing(format, options.precision, q, o);
-  check_mask_width(q, o, 0);
-  return cache_attention(q, storage.tensors, storage.format_ints, std::nullopt, std::nullopt, std::nullopt,
-                         op_options(o, options.precision));
+  return attend_storage(captures(storage, q) ? storage : current(), q, o, options.precision);
 }
 
 at::Tensor KVCache::Impl::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -214,8 +218,7 @@ at::Tensor KVCache::Impl::forward(const at::Tensor& q, const at::Tensor& k, cons
   } else {
     const Storage empty = storage.started ? Storage() : start_storage(format, k.size(0), k.options());
     const Storage& s = storage.started ? storage : empty;
-    if (!capturing && storage.started && !lengths) check_mask_width(q, o, k.size(2));
-    out = std::get<0>(cache_attention(q, s.tensors, s.format_ints, k, v, lengths, op_options(o, options.precision)));
+    out = std::get<0>(attend_storage(s, q, o, options.precision, k, v, lengths));
   }
   append(k, v, lengths_arg, q);
   return out;

@@ -235,6 +235,7 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   s.page_users.assign(static_cast<size_t>(pages), 0);
   s.tensors.pool = tensors[0].clone(at::MemoryFormat::Contiguous);
   s.tensors.block_table = table.clone();
+  if (s.host_table.defined()) s.host_table = table.clone();
   for (int64_t b = 0; b < batch; b++) s.row_pages[b] = pages_for(quantized[b]);
   recount_pages(s);
   if (classes) {
@@ -246,7 +247,6 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   s.tensors.sink_v.narrow(2, 0, sinks).copy_(tensors[3]);
   copy_window(s, s.tensors.window_k, tensors[4], true);
   copy_window(s, s.tensors.window_v, tensors[5], true);
-  if (s.host_table.defined()) s.host_table = table.clone();
   std::copy(s.lengths.begin(), s.lengths.end(), s.tensors.lengths.mutable_data_ptr<int64_t>());
   std::copy(s.quantized.begin(), s.quantized.end(), s.tensors.quantized_lengths.mutable_data_ptr<int64_t>());
   cache->impl_->storage = std::move(s);

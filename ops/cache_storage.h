@@ -116,7 +116,6 @@ struct KVCache::Impl {
   // q: the queries of these tokens, where they are known.
   void append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
               const at::Tensor& q = {});
-  void check_mask_width(const at::Tensor& q, const AttentionOptions& o, int64_t new_tokens) const;
   std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const AttentionOptions& o) const;
   at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionOptions& o,
                      const std::optional<at::Tensor>& lengths);

@@ -20,6 +20,9 @@
 
 #else
 
+#include <tuple>
+#include <type_traits>
+
 #include "emulator/tensor_core.h"
 
 // A reference to this block's own copy of the array.
@@ -90,10 +93,10 @@ cudaError_t launch(void (*kernel)(KernelArgs...), const char* name, dim3 grid, d
   return cudaGetLastError();
 #else
   (void)stream;
-  auto body = [&] { kernel(static_cast<KernelArgs>(args)...); };
-  ::emulator::run(
-      {name, reinterpret_cast<const void*>(kernel), grid, block, shared_bytes},
-      [](const void* f) { (*static_cast<const decltype(body)*>(f))(); }, &body);
+  ::emulator::submit({name, reinterpret_cast<const void*>(kernel), grid, block, shared_bytes},
+                     [kernel, kept = std::tuple<std::decay_t<KernelArgs>...>(static_cast<KernelArgs>(args)...)] {
+                       std::apply(kernel, kept);
+                     });
   return cudaSuccess;
 #endif
 }

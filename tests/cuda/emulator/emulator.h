@@ -12,8 +12,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #undef __shared__
 #define __shared__ thread_local  // inside a function: one for each running block, which has its thread to itself
@@ -101,6 +103,19 @@ struct Launch {
 };
 using ThreadBody = void (*)(const void* argument);
 void run(const Launch& launch, ThreadBody body, const void* argument);
+
+// Graphs: between begin_capture and end_capture launches are kept with their arguments instead of run; replay runs them
+// in order. One thread at a time.
+struct GraphNode {
+  Launch launch;
+  std::function<void()> body;  // of one thread of a block
+};
+using Graph = std::vector<GraphNode>;
+void begin_capture();
+Graph end_capture();
+void replay(const Graph& graph);
+// Runs a launch, or keeps it.
+void submit(const Launch& launch, std::function<void()> body);
 
 struct Stats {
   uint64_t launches, blocks, threads, switches;
