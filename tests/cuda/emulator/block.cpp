@@ -31,6 +31,8 @@ std::string name_for_races(uint3 block, const Thread& thread) {
   return text + describe(thread);
 }
 
+bool same_text(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
+
 struct Cancelled {};  // unwinds the fibers of a block that failed
 
 }  // namespace
@@ -141,7 +143,7 @@ void Block::exited(Thread& thread) {
   live_--;
   spins_ = 0;
   some_exited_ = true;
-  if (config_.strict_exit) check_exit(thread);
+  if (config_.strict_exit && (arrived_ > 0 || warp.waiting != 0)) check_exit(thread);
   // Collectives that only this thread was missing from.
   for (uint32_t left = warp.waiting; left != 0; left &= left - 1) {
     const Thread& waiting = threads_[kWarpLanes * number + lowest(left)];
@@ -178,7 +180,8 @@ void Block::join(Thread& thread, const Collective& collective) {
     fail("not in the mask of %s", describe(collective).c_str());
   }
   const Warp& warp = warps_[thread.number / kWarpLanes];
-  if (config_.strict_exit && (mask != 0 ? mask & warp.lanes & ~warp.live : some_exited_)) {
+  const bool some_are_gone = mask != 0 ? (mask & warp.lanes & ~warp.live) != 0 : some_exited_;
+  if (some_are_gone && config_.strict_exit) {
     fail("waits for threads that have exited in %s", describe(collective).c_str());
   }
   thread.waits_in = collective;
@@ -233,10 +236,9 @@ bool Block::complete_warp(unsigned number, uint32_t mask) {
   }
   if (first.waits_in.fence == Fence::memory) warp.phase++;
   for (uint32_t left = members; left != 0; left &= left - 1) {
-    Thread& member = threads_[kWarpLanes * number + lowest(left)];
-    member.state = Thread::State::ready;
-    schedule_.add(member.number);
+    threads_[kWarpLanes * number + lowest(left)].state = Thread::State::ready;
   }
+  schedule_.add_lanes(number, members);
   warp.waiting &= ~members;
   spins_ = 0;
   return true;
@@ -267,9 +269,8 @@ void Block::complete_block() {
 
 void Block::require_same_collective(const Thread& a, const Thread& b) const {
   const Collective &one = a.waits_in, &other = b.waits_in;
-  const bool same_what = std::strcmp(one.what, other.what) == 0;
-  const bool same_site = one.site.line == other.site.line && std::strcmp(one.site.file, other.site.file) == 0;
-  if (same_what && one.mask == other.mask && (same_site || !config_.strict_site)) return;
+  const bool same_site = one.site.line == other.site.line && same_text(one.site.file, other.site.file);
+  if (same_text(one.what, other.what) && one.mask == other.mask && (same_site || !config_.strict_site)) return;
   fail("diverged: %s waits in %s while %s waits in %s", describe(a).c_str(), describe(one).c_str(), describe(b).c_str(),
        describe(other).c_str());
 }

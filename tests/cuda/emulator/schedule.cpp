@@ -18,18 +18,6 @@ void Schedule::reset(uint64_t seed) {
   redraw_priorities();
 }
 
-void Schedule::remove(unsigned thread) {
-  const unsigned warp = thread / kWarpLanes;
-  ready_[warp] &= ~bit(thread % kWarpLanes);
-  if (ready_[warp] == 0) warps_ &= ~bit(warp);
-}
-
-void Schedule::add(unsigned thread) {
-  const unsigned warp = thread / kWarpLanes;
-  ready_[warp] |= bit(thread % kWarpLanes);
-  warps_ |= bit(warp);
-}
-
 void Schedule::put_off(unsigned thread) {
   const bool fixed = order_ == Order::ascending || order_ == Order::descending;
   if (!fixed && !coin()) return;
@@ -40,9 +28,8 @@ void Schedule::put_off(unsigned thread) {
 void Schedule::readmit_put_off() {
   for (unsigned warp = 0; warp < put_off_.size(); warp++) {
     if (put_off_[warp] == 0) continue;
-    ready_[warp] |= put_off_[warp];
+    add_lanes(warp, put_off_[warp]);
     put_off_[warp] = 0;
-    warps_ |= bit(warp);
   }
 }
 

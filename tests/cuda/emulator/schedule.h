@@ -26,8 +26,16 @@ class Schedule {
   // All threads can run.
   void reset(uint64_t seed);
   // The thread waits, or has ended.
-  void remove(unsigned thread);
-  void add(unsigned thread);
+  void remove(unsigned thread) {
+    const unsigned warp = thread / kWarpLanes;
+    ready_[warp] &= ~bit(thread % kWarpLanes);
+    if (ready_[warp] == 0) warps_ &= ~bit(warp);
+  }
+  void add(unsigned thread) { add_lanes(thread / kWarpLanes, bit(thread % kWarpLanes)); }
+  void add_lanes(unsigned warp, uint32_t lanes) {
+    ready_[warp] |= lanes;
+    warps_ |= bit(warp);
+  }
   // The thread lets others run: until none of them can in the fixed orders, else if a coin says so. Thus a thread that
   // polls cannot keep the one it waits for from running.
   void put_off(unsigned thread);
