@@ -243,8 +243,8 @@ KIVI_DEVICE void pack_values(const EncodeArgs& a, const Job& job, const float* n
       uint32_t packed =
           pack_word(width, numbers + word * per_word * job.stride + channel, job.stride, codes, 2 * plane);
       const int at = (job.first / per_word + word) * channels + channel;
-      if (codes < per_word && job.first % a.value_run != 0) {
-        // The pieces of a word come in turn, by the same thread. They begin at even elements.
+      if (job.first % per_word != 0) {
+        // Pieces of a word that is longer than a tile come in turn, by the same thread. They begin at even elements.
         packed = out[at] | packed << code_bit(width, job.first % per_word);
       }
       out[at] = packed;
