@@ -24,12 +24,13 @@ namespace {
 
 constexpr int kThreads = 128;  // one for each token of a page, or for each channel of eight lines
 constexpr int kWarps = kThreads / kWarpThreads;
-constexpr int kUnit = 16;          // channels of a key, or tokens of a channel, that are worked on together
-constexpr int kChunk = 256;        // channels of K whose scales are in shared memory at once
-constexpr int kPassLines = 8;      // lines of V channels that are worked on at once
-constexpr int kValueStride = 129;  // of the scales of 128 tokens: the groups of two half-warps in different banks
-constexpr int kExactStride = 17;   // of 16 channels of exact tokens, one token a thread: different banks
-constexpr float kNotSeen = -1.0f;  // a weight that counts for nothing
+constexpr int kUnit = 16;      // channels of a key, or tokens of a channel, that are worked on together
+constexpr int kChunk = 256;    // channels of K whose scales are in shared memory at once
+constexpr int kPassLines = 8;  // lines of V channels that are worked on at once
+// Of the scales of 128 tokens of V: even, for pairs, and the groups of two half-warps in different banks.
+constexpr int kValueStride = 130;
+constexpr int kExactStride = 17;            // of 16 channels of exact tokens, one token a thread: different banks
+constexpr float kNotSeen = -1.0f;           // a weight that counts for nothing
 constexpr size_t kSharedLimit = 48 * 1024;  // what every device gives a block
 static_assert(kThreads == kPageTokens && kThreads == kPassLines * kLineLanes && kUnit == kLineLanes);
 
@@ -336,7 +337,7 @@ class Rows {
 #pragma unroll 1
     for (int r = thread_ / kWarpThreads; r < R; r += kWarps) {
       Row& row = rows_[r];
-      float score[kEach], top = none;
+      float score[kEach], top = lane == 0 ? row.run.max : none;  // only lane 0 looks at the state
       bool kept[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; i++) {
@@ -356,8 +357,6 @@ class Rows {
       for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, distance));
       }
-      const SoftmaxState before = row.run;
-      top = fmaxf(before.max, top);
       float sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < kEach; i++) {
@@ -369,8 +368,8 @@ class Rows {
       for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
         sum += __shfl_xor_sync(kFullWarp, sum, distance);
       }
-      __syncwarp();
       if (lane == 0) {
+        const SoftmaxState before = row.run;
         row.factor = top > before.max ? exp2f(before.max - top) : 1.0f;
         row.run = {top, fmaf(before.sum, row.factor, sum)};
       }
@@ -738,7 +737,6 @@ class Rows {
       if (!row.run.is_empty()) row.all = Join(row.all, row.run).state;
       row.run = SoftmaxState::empty();
     }
-    __syncthreads();
   }
 
   const AttentionParams& p_;

@@ -549,6 +549,28 @@ TEST(GenericAttention, SeenNaNsShow) {
   }
 }
 
+// A key that counts for nothing beside the others is still seen: its NaN shows, whether the other rows of the block see
+// all keys or not.
+TEST(GenericAttention, NaNOfWeightZeroShows) {
+  for (const int64_t q_len : {1, 3}) {
+    for (const bool quantized : {true, false}) {
+      const size_t bad = quantized ? 40 : 2;
+      Settings s = settings(test::make_format(1, 32, 32, 2, 2, 32, 0, 4), {132}, 2, q_len);
+      s.edit = [bad](int64_t, int64_t, std::vector<float>& k, std::vector<float>& v) {
+        for (size_t t = 0; t < 132; t++) std::fill_n(&k[t * 32], 32, t / 32 == bad / 32 && t >= 4 ? -9.0f : 0.0f);
+        if (bad < 4) std::fill_n(&k[bad * 32], 32, -9.0f);
+        v[bad * 32 + 4] = kNaN;
+      };
+      s.edit_q = [](std::vector<float>& q) { std::fill(q.begin(), q.end(), 9.0f); };
+      const Problem problem(s);
+      const AttentionOutput got = DeviceAttention(problem.params).run();
+      for (size_t i = 0; i < got.out.size(); i++) {
+        EXPECT_EQ(std::isnan(got.out[i]), quantized || i % 32 == 4) << q_len << " " << quantized << " " << i;
+      }
+    }
+  }
+}
+
 // A group of NaN that has no zero to say so, or one byte only, seen and masked out.
 TEST(GenericAttention, NaNInEveryKindOfRecord) {
   for (const ScaleType type : {ScaleType::kFloat8, ScaleType::kFloat16, ScaleType::kFloat32}) {
@@ -712,6 +734,53 @@ TEST(GenericAttention, ScratchMemoryIsBounded) {
   for (int64_t width = 0; width < 3000; width++) {
     EXPECT_GE(most_parts(width), 1 + quantized_parts(width));
     EXPECT_GE(most_parts(width + 1), most_parts(width));
+  }
+}
+
+// More parts than the merge looks at at once, some of them empty and full of garbage, against one sum in double. Of the
+// cache, the merge reads the lengths only.
+TEST(GenericAttention, MergeOfManyParts) {
+  Format f = make_format(1, 8, 24, 2, 2, 128);
+  for (const bool rotated : {false, true}) {
+    f.v_rotated = rotated;
+    AttentionSpec s = attention_spec(f);
+    s.num_heads = 3;
+    s.sinks = true;
+    AttentionCase c(s);
+    DeviceAttention device(c.params());
+    AttentionParams& p = device.params;
+    const int64_t runs = 300, parts = runs + 5;
+    device.quantized_lengths.set({runs * 16 * kPageTokens});
+    device.lengths.set({runs * 16 * kPageTokens + 4});
+    const int64_t step = part_row_floats(p), channels = p.layout.v_channels;
+    std::vector<float> scratch(static_cast<size_t>(parts * 3 * step), kNaN);
+    cpu::Random random(7);
+    std::vector<double> lse(3), out(3 * 24);
+    for (int64_t row = 0; row < 3; row++) {
+      const double sink = c.params().sinks[row];
+      double sum = std::exp(sink);
+      std::vector<double> acc(24), turned(24);
+      for (int64_t part = 0; part <= runs; part++) {
+        float* const cell = &scratch[static_cast<size_t>((part * 3 + row) * step)];
+        cell[channels] = part % 7 == 3 ? -kInf : 3.0f * random.normal();
+        cell[channels + 1] = part % 7 == 3 ? 0.0f : 1.0f + static_cast<float>(random.below(50));
+        if (part % 7 == 3) continue;
+        const double weight = std::exp2(static_cast<double>(cell[channels]));
+        sum += weight * cell[channels + 1];
+        for (int64_t d = 0; d < 24; d++) {
+          cell[d] = cell[channels + 1] * random.normal();
+          (part == 0 ? acc : turned)[static_cast<size_t>(d)] += weight * cell[d];
+        }
+      }
+      if (rotated) turned = cpu::oracle::rotated(turned, /*back=*/true);
+      for (size_t d = 0; d < 24; d++) out[static_cast<size_t>(row) * 24 + d] = (acc[d] + turned[d]) / sum;
+      lse[static_cast<size_t>(row)] = std::log(sum);
+    }
+    in_every_order([&] {
+      const DeviceArray<float> copy(scratch);
+      check(launch_merge(p, parts, copy.data(), nullptr));
+      expect_result(device.output(), floats(out), floats(lse), kLimit, 0, rotated ? "rotated" : "plain");
+    });
   }
 }
 
