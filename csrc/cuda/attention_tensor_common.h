@@ -1,5 +1,5 @@
-// What the parts of the tensor-core kernel share: arithmetic on pairs of float16, shared memory, and the rules that change
-// scores.
+// What the parts of the tensor-core kernel share: arithmetic on pairs of float16, shared memory, and the rules that
+// change scores.
 #pragma once
 
 #include "cuda/attention_tensor_format.h"
@@ -10,9 +10,9 @@
 
 namespace kivi::cuda::tensor {
 
-inline constexpr float kNone = -1e38f;  // the reference m of a row that has seen no key
-inline constexpr float kSlack = 4;      // the reference is moved to this much (log2) below what it may be
-inline constexpr float kTop = 10;       // weights <= 2^kTop in the first attempt, 1 in the second
+inline constexpr float kNone = -1e38f;           // the reference m of a row that has seen no key
+inline constexpr float kSlack = 4;               // the reference is moved to this much (log2) below what it may be
+inline constexpr float kTop = 10;                // weights <= 2^kTop in the first attempt, 1 in the second
 inline constexpr float kCodeUnit = 16777216.0f;  // 2^24
 
 template <class Body, int... I>
@@ -101,7 +101,7 @@ struct SharedSizes {
   static constexpr size_t kExact = size_t{kWarps} * kWarpThreads * kExactRow;
   static constexpr size_t kJoin = size_t{kWarps} * kRows * (F::kD + 4) * sizeof(float);
   static constexpr size_t kMain = kRing > kExact ? (kRing > kJoin ? kRing : kJoin) : (kExact > kJoin ? kExact : kJoin);
-  static constexpr size_t kConstants = 32;  // 16 bytes of ones and 16 of zeros, behind the scales of V
+  static constexpr size_t kConstants = 32;    // 16 bytes of ones and 16 of zeros, behind the scales of V
   static constexpr int kWeights = NT * 1152;  // of a warp
   static constexpr size_t kQueries = size_t{kRows} * (F::kD * 2 + 16);
   static constexpr int kZeroProducts = NT * kMaxGroups * kTileRows;  // of a warp
@@ -136,8 +136,8 @@ struct SharedPieces {
   }
 };
 
-// What a warp knows at the end: acc[n][c][i] of tile c, row gid + 8 (i / 2), query row 8n + 2tq + i % 2. max: kNone where
-// no key is seen.
+// What a warp knows at the end: acc[n][c][i] of tile c, row gid + 8 (i / 2), query row 8n + 2tq + i % 2. max: kNone
+// where no key is seen.
 template <int D, int NT>
 struct WarpSums {
   float acc[NT][D / 16][4], max[NT][2], sum[NT][2];

@@ -36,11 +36,11 @@ using Quality = TensorFormat<D, 32, 1, 3, D, true, Keys<D / 4, 4>, Keys<D / 2, 3
 #define KIVI_TENSOR_FORMATS(X) KIVI_TENSOR_PLAIN_128(X) KIVI_TENSOR_PLAIN_64(X) KIVI_TENSOR_RECIPES(X)
 
 // For the lists above: the launches are compiled elsewhere, and here.
-#define KIVI_TENSOR_DECLARE(...)                                                                            \
-  extern template cudaError_t TensorParts<__VA_ARGS__>::launch_parts(const AttentionParams&, bool, int64_t, \
-                                                                     float*, cudaStream_t);
-#define KIVI_TENSOR_DEFINE(...)                                                                      \
-  template cudaError_t TensorParts<__VA_ARGS__>::launch_parts(const AttentionParams&, bool, int64_t, \
-                                                              float*, cudaStream_t);
+#define KIVI_TENSOR_DECLARE(...)                                                                                    \
+  extern template cudaError_t TensorParts<__VA_ARGS__>::launch_parts(const AttentionParams&, bool, int64_t, float*, \
+                                                                     cudaStream_t);
+#define KIVI_TENSOR_DEFINE(...)                                                                              \
+  template cudaError_t TensorParts<__VA_ARGS__>::launch_parts(const AttentionParams&, bool, int64_t, float*, \
+                                                              cudaStream_t);
 
 }  // namespace kivi::cuda::tensor

@@ -88,8 +88,7 @@ class ExactAttention {
     if (position < tokens_.cached) {
       const int64_t capacity = window_capacity(p_.format);
       const int64_t at = (head * capacity + (position - p_.format.sink_length) % capacity) * (D * 2);
-      return {static_cast<const unsigned char*>(p_.window_k) + at,
-              static_cast<const unsigned char*>(p_.window_v) + at};
+      return {static_cast<const unsigned char*>(p_.window_k) + at, static_cast<const unsigned char*>(p_.window_v) + at};
     }
     const int64_t t = position - tokens_.cached;
     const int64_t* const k = p_.new_k_strides;
@@ -112,7 +111,7 @@ class ExactAttention {
     unsigned char* const weights = shared_.weights + warp_ * S::kWeights;
     const int count = min(kTile, static_cast<int>(tokens_.count) - first);
     const Address own = address_of(first + min(lane_, count - 1));  // of token `lane`
-    __syncwarp();  // nobody reads the previous tile's values and weights any more
+    __syncwarp();                  // nobody reads the previous tile's values and weights any more
     constexpr int kUnits = D / 8;  // of a token
 #pragma unroll 2
     for (int i = 0; i < kUnits; i++) {
@@ -187,8 +186,7 @@ class ExactAttention {
       bool special = false;
 #pragma unroll 1
       for (int i = lane_; i < kTile * D / 2; i += kWarpThreads) {
-        const uint32_t two =
-            *reinterpret_cast<const uint32_t*>(values + i / (D / 2) * S::kExactRow + i % (D / 2) * 4);
+        const uint32_t two = *reinterpret_cast<const uint32_t*>(values + i / (D / 2) * S::kExactRow + i % (D / 2) * 4);
         special |= !is_finite(number(static_cast<uint16_t>(two))) || !is_finite(number(two >> 16));
       }
       if (__any_sync(kFullWarp, special)) return multiply_carefully(first, values, weights, sums);

@@ -1,5 +1,5 @@
-// What the tensor-core kernel of attention_tensor_kernel.h knows at compile time: a record's layout, where a chunk of it
-// stands in shared memory, and how codes are divided between the lanes of a warp.
+// What the tensor-core kernel of attention_tensor_kernel.h knows at compile time: a record's layout, where a chunk of
+// it stands in shared memory, and how codes are divided between the lanes of a warp.
 //
 // A warp takes chunks of 64 tokens. A chunk in shared memory (offsets are members of TensorFormat):
 //
@@ -8,10 +8,11 @@
 //   V codes   plane by plane: [word of 16, 8 or 32 tokens][D] 32-bit words, 32 bytes between words
 //   V scale   [channel group][64 tokens], then V zero likewise, rows `kVRow` bytes apart
 //
-// float16 scales and zeros come as they are; bytes lie in a section of their own and are expanded by the warp that needs
-// them. K zeros are not copied: a warp reads them once, before its first chunk.
+// float16 scales and zeros come as they are; bytes lie in a section of their own and are expanded by the warp that
+// needs them. K zeros are not copied: a warp reads them once, before its first chunk.
 //
-// Fragments of mma.m16n8k16 (lane: gid = lane / 4, tq = lane % 4). A has codes, B has q or weights, 8 query rows a tile.
+// Fragments of mma.m16n8k16 (lane: gid = lane / 4, tq = lane % 4). A has codes, B has q or weights, 8 query rows a
+// tile.
 //
 //   K  rows of A = tokens, k = channels. One 16-byte load gives a lane one word of the tokens 4 gid .. 4 gid + 3 of 32.
 //      Tile t (of 2), row gid + 8e is token 4 gid + 2t + e, so that a lane ends with the scores of four tokens that
@@ -138,8 +139,8 @@ struct TensorRecord {
   static constexpr int v_words(int plane) { return 2 * static_cast<int>(plane_bits(VBits, plane)); }
 };
 
-// D channels of K and V, groups of G tokens (32, 64, 128), ScaleBytes 1 (float8) or 2 (float16); classes of keys of 2, 3
-// or 4 bits. With G = 64 or 128 keys are one class.
+// D channels of K and V, groups of G tokens (32, 64, 128), ScaleBytes 1 (float8) or 2 (float16); classes of keys of 2,
+// 3 or 4 bits. With G = 64 or 128 keys are one class.
 template <int D, int G, int ScaleBytes, int VBits, int VGroup, bool VSymmetric, class... Classes>
 struct TensorFormat : TensorRecord<D, G, ScaleBytes, VBits, VGroup, VSymmetric, Classes...> {
   using Record = TensorRecord<D, G, ScaleBytes, VBits, VGroup, VSymmetric, Classes...>;
@@ -184,10 +185,40 @@ struct TensorFormat : TensorRecord<D, G, ScaleBytes, VBits, VGroup, VSymmetric, 
   // Bytes expanded to float16, once for a warp: K scales, V scales and zeros.
   static constexpr int kExpanded = ScaleBytes == 1 ? (kKGroups * D * 2 + kVRowsBytes + 15) / 16 * 16 : 0;
 
-  // Eight tokens from `token` in row `g` of V scales. Words of 8 tokens: an odd row has the halves of the chunk swapped,
-  // or lanes of two rows would meet in a bank.
+  // Eight tokens from `token` in row `g` of V scales. Words of 8 tokens: an odd row has the halves of the chunk
+  // swapped, or lanes of two rows would meet in a bank.
   static constexpr int v_row_place(int g, int token) {
     return g * kVRow + (VBits == 4 ? token ^ (g % 2 * 32) : token) * 2;
+  }
+
+  // ---- what a lane loads: bytes from the chunk's place, or from that of its scales
+
+  // One word each of the tokens 4 gid .. 4 gid + 3 of the first 32, for plane `slot % 2` of piece `slot / 2`.
+  static constexpr int k_code_place(int slot, int lane) {
+    const KeyPiece piece = find_piece(slot / 2);
+    const int plane = slot % 2, gid = lane / 4, tq = lane % 4;
+    const int words = shared_words(static_cast<int>(plane_bits(piece.bits, plane)), piece.n);
+    const int line = piece.line[plane] + gid / 4 * piece.words[plane] + tq * words / 4;
+    return kKCodes + line * 64 + (gid % 4 ^ line / 2 % 2 * 2) * 16;
+  }
+  // One word each of the channels 4 gid .. 4 gid + 3 of the first 32; two of a last 16 channels in half the bytes.
+  static constexpr int v_code_place(int plane, int lane) {
+    return plane == 0 ? kVCodes0 + lane % 4 * kVStride + lane / 4 * kUnit
+                      : kVCodes1 + lane % 4 / 2 * kVStride + lane / 4 * kUnit;
+  }
+  // Scales of the lane's tokens in row g: the first 8 and the other 8. With words of 8 tokens those are in two records.
+  static constexpr int v_row_part(int g, int lane, int part) {
+    const int tq = lane % 4;
+    return v_row_place(g, VBits == 4 ? 8 * tq + 32 * part : 16 * tq + 8 * part);
+  }
+  // Weights [row][token] of a warp. Rows are 144 bytes apart; with words of 8 tokens two rows of 128 and 32 bytes to
+  // the next two, the halves of the second swapped.
+  static constexpr int weight_place(int row, int token) {
+    return VBits == 4 ? row / 2 * 288 + row % 2 * 128 + (token ^ row % 2 * 32) * 2 : row * 144 + token * 2;
+  }
+  static constexpr int weight_part(int lane, int part) {
+    const int tq = lane % 4;
+    return weight_place(lane / 4, VBits == 4 ? 8 * tq + 32 * part : 16 * tq + 8 * part);
   }
 
   // ---- copies of a chunk
@@ -242,8 +273,8 @@ struct TensorFormat : TensorRecord<D, G, ScaleBytes, VBits, VGroup, VSymmetric, 
     const int token = unit % kOfRow * kPerUnit;
     m.from = start + m.record * kRecordBytes + static_cast<int>(section == 0 ? kLayout.v_scale : kLayout.v_zero) +
              (g * G + token + (G == 128 ? half * kChunk : 0)) * ScaleBytes;
-    m.to = kVScaleRaw + (ScaleBytes == 2 ? section * kVGroups * kVRow + v_row_place(g, m.record * kTokens + token)
-                                         : unit * kUnit);
+    m.to = kVScaleRaw +
+           (ScaleBytes == 2 ? section * kVGroups * kVRow + v_row_place(g, m.record * kTokens + token) : unit * kUnit);
     return m;
   }
   // Scales (section 0) or zeros of V as bytes: eight tokens of channel group g.

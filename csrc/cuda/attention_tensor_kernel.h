@@ -83,7 +83,7 @@ KIVI_DEVICE void join_warps(const SharedPieces<F, NT>& shared, const WarpSums<F:
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpThreads, lane = thread % kWarpThreads;
   const int gid = lane / 4, tq = lane % 4;
   auto* const acc = reinterpret_cast<float*>(shared.main);  // [warp][row][D + 4]
-  __syncthreads();  // the rings are free
+  __syncthreads();                                          // the rings are free
 #pragma unroll
   for (int n = 0; n < NT; n++) {
 #pragma unroll
@@ -93,7 +93,8 @@ KIVI_DEVICE void join_warps(const SharedPieces<F, NT>& shared, const WarpSums<F:
       for (int c = 0; c < D / 16; c++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const int of_records = 32 * (c / 2) + (16 * c + 16 == D && D % 32 != 0 ? 2 * gid + h : 4 * gid + c % 2 * 2 + h);
+          const int of_records =
+              32 * (c / 2) + (16 * c + 16 == D && D % 32 != 0 ? 2 * gid + h : 4 * gid + c % 2 * 2 + h);
           acc[row * kStride + (of_exact ? 16 * c + gid + 8 * h : of_records)] = sums.acc[n][c][2 * h + j];
         }
       }
@@ -119,9 +120,10 @@ KIVI_DEVICE void join_warps(const SharedPieces<F, NT>& shared, const WarpSums<F:
   }
 }
 
+// Blocks that a multiprocessor shall hold: as many as registers and shared memory allow without spilling.
 template <class F, int NT>
 constexpr int min_blocks() {
-  return NT == 1 && SharedSizes<F, NT>::kBytes <= 75 * 1024 && F::kD <= 128 ? 3 : 2;
+  return NT == 1 && SharedSizes<F, NT>::kBytes <= 75 * 1024 && F::kD * F::kVPlanes <= 128 ? 3 : 2;
 }
 
 template <class F, int NT, bool Rules>

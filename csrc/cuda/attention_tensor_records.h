@@ -4,16 +4,16 @@
 // __syncwarp is needed in its loop.
 //
 // Dequantisation: one AND for two codes. word & (mask << bit) is a half2 of subnormals, code * 2^(bit - 24); the other
-// operand carries 2^-bit and the group's scale, and 2^24 is multiplied in once at the end. Zeros never meet codes: q times
-// the zeros of K is one number for a group and query row, and the zeros of V enter as sums of weights.
+// operand carries 2^-bit and the group's scale, and 2^24 is multiplied in once at the end. Zeros never meet codes: q
+// times the zeros of K is one number for a group and query row, and the zeros of V enter as sums of weights.
 //
 // Range: q is normalised to |q| < 1 by a power of two for each row, so q * scale cannot overflow. Weights are 2^(x - m)
-// with a reference m that moves only when x > m + 10; weight * scale may then overflow (V scale > 64): a warp whose sums
-// are not finite at the end repeats its chunks once with weights <= 1, which are safe for every float16 scale.
+// with a reference m that moves only when x > m + 10; weight * scale may then overflow (V scale > 64): a warp whose
+// sums are not finite at the end repeats its chunks once with weights <= 1, which are safe for every float16 scale.
 //
-// NaN: a group of NaN is stored as zero (or scale) NaN and makes the sums NaN of every query row that sees it. In chunks
-// that some row sees only in part, NaN scales and zeros of V are replaced by 0, as 0 * NaN would enter the sums of rows
-// that do not see the token, and the sums of the others are made NaN by hand.
+// NaN: a group of NaN is stored as zero (or scale) NaN and makes the sums NaN of every query row that sees it. In
+// chunks that some row sees only in part, NaN scales and zeros of V are replaced by 0, as 0 * NaN would enter the sums
+// of rows that do not see the token, and the sums of the others are made NaN by hand.
 #pragma once
 
 #include "cuda/attention_tensor_common.h"
@@ -25,6 +25,7 @@ class RecordAttention {
  public:
   static constexpr int D = F::kD;
   static_assert(F::kVGroups < 8, "a row of ones fits beside the zeros of V");
+  static_assert(!F::kVSymmetric || F::kVGroups == 1, "a symmetric V has one scale a token");
   using S = SharedSizes<F, NT>;
 
   KIVI_DEVICE RecordAttention(const AttentionParams& p, const SharedPieces<F, NT>& shared, int64_t first_position,
@@ -104,36 +105,28 @@ class RecordAttention {
   KIVI_DEVICE void make_addresses() {
     const int ring = warp_ * 2 * F::kStage, expanded = warp_ * F::kExpanded;
     static_for<F::kPlaneSlots>([&](auto slot) {
-      constexpr KeyPiece kPiece = F::find_piece(slot / 2);
-      constexpr int kPlane = slot % 2;
-      if constexpr (kPlane < num_planes(kPiece.bits) && F::address_of(slot) == slot) {
-        constexpr int kWords = shared_words(plane_bits(kPiece.bits, kPlane), kPiece.n);
-        const int line = kPiece.line[kPlane] + gid_ / 4 * kPiece.words[kPlane] + own_word<kWords>(tq_);
-        k_codes_[slot] = ring + F::kKCodes + line * 64 + (gid_ % 4 ^ line / 2 % 2 * 2) * 16;
+      if constexpr (slot % 2 < num_planes(F::find_piece(slot / 2).bits) && F::address_of(slot) == slot) {
+        k_codes_[slot] = ring + F::k_code_place(slot, lane_);
         if constexpr (NT == 1) keep_in_register(k_codes_[slot]);
       }
     });
     // Of byte scales what is expanded does not move with the stage.
     constexpr bool kBytes = F::kScaleBytes == 1;
     k_scales_ = kBytes ? expanded : ring + F::kKScaleRaw;
-    v_codes_[0] = ring + F::kVCodes0 + tq_ * F::kVStride + gid_ * 16;
-    v_codes_[1] = ring + F::kVCodes1 + tq_ / 2 * F::kVStride + gid_ * 16;
+    v_codes_[0] = ring + F::v_code_place(0, lane_);
+    v_codes_[1] = ring + F::v_code_place(1, lane_);
     const int rows = kBytes ? expanded + F::kKGroups * D * 2 : ring + F::kVScaleRaw;
-    constexpr bool kFour = F::kVBits == 4;
-    v_scales_ = rows + (kFour ? 8 : 16) * 2 * tq_;
+    v_scales_ = rows + F::v_row_part(0, lane_, 0);
     // Rows of A for the sums of weights: channel groups, then a row of ones, then zeros.
     const bool group = gid_ < F::kVGroups;
-    const int zeros = v_scales_ + (F::kVSymmetric ? 0 : F::kVGroups * F::kVRow) + gid_ * F::kVRow;
+    const int zeros = rows + (F::kVSymmetric ? 0 : F::kVGroups * F::kVRow);
     const int constant = static_cast<int>(kBytes ? kWarps * F::kExpanded : S::kMain) + (gid_ == F::kVGroups ? 0 : 16);
-    zero_low_ = group ? zeros + (kFour ? gid_ % 2 * 64 : 0) : constant;
-    zero_high_ = group ? zeros + (kFour ? 64 - gid_ % 2 * 64 : 16) : constant;
+    zero_low_ = group ? zeros + F::v_row_part(gid_, lane_, 0) : constant;
+    zero_high_ = group ? zeros + F::v_row_part(gid_, lane_, 1) : constant;
     zero_moves_ = group && !kBytes ? -1 : 0;
-    // Rows of weights are 144 bytes apart; with words of 8 tokens, two rows of 128 and 32 bytes to the next two, the halves
-    // of the second swapped.
-    weight_store_ = warp_ * S::kWeights + tq_ * 288 + 8 * gid_;
-    weight_low_ = warp_ * S::kWeights +
-                  (kFour ? gid_ / 2 * 288 + gid_ % 2 * 192 + 16 * tq_ : gid_ * 144 + 32 * tq_);
-    weight_high_ = weight_low_ + (kFour ? (gid_ % 2 == 0 ? 64 : -64) : 16);
+    weight_store_ = warp_ * S::kWeights + F::weight_place(2 * tq_, 4 * gid_);
+    weight_low_ = warp_ * S::kWeights + F::weight_part(lane_, 0);
+    weight_high_ = warp_ * S::kWeights + F::weight_part(lane_, 1);
     if constexpr (NT == 1) {
       keep_in_register(k_scales_), keep_in_register(v_codes_[0]), keep_in_register(v_scales_);
       keep_in_register(zero_low_), keep_in_register(zero_high_), keep_in_register(zero_moves_);
@@ -231,7 +224,8 @@ class RecordAttention {
       for (int h = 0; h < 2; h++) {
         *reinterpret_cast<float2*>(shared_.zero_products + warp_ * S::kZeroProducts +
                                    (kMaxGroups * n + 8 * h + gid_) * kTileRows + 2 * tq_) =
-            make_float2(product[n][2 * h] * (to_log2_[n][0] * kProductUnit), product[n][2 * h + 1] * (to_log2_[n][1] * kProductUnit));
+            make_float2(product[n][2 * h] * (to_log2_[n][0] * kProductUnit),
+                        product[n][2 * h + 1] * (to_log2_[n][1] * kProductUnit));
       }
     }
   }
@@ -286,8 +280,8 @@ class RecordAttention {
       for (int n = 0; n < NT; n++) {
 #pragma unroll
         for (int g = 0; g < F::kKGroups; g++) {
-          const float2 z = *reinterpret_cast<const float2*>(shared_.zero_products + zero_product +
-                                                            (kMaxGroups * n + g) * kTileRows);
+          const float2 z =
+              *reinterpret_cast<const float2*>(shared_.zero_products + zero_product + (kMaxGroups * n + g) * kTileRows);
           add[n][g][0] = z.x, add[n][g][1] = z.y;
         }
       }
@@ -486,8 +480,8 @@ class RecordAttention {
             float& score = s[n][h][i / 2][i % 2 * 2 + j];
             const bool seen = sees(row, token);
             if constexpr (Rules) {
-              score = seen ? with_rules(p_, row, fmaf(score, to_log2_[n][j], plus), first_position_ + token)
-                           : -INFINITY;
+              score =
+                  seen ? with_rules(p_, row, fmaf(score, to_log2_[n][j], plus), first_position_ + token) : -INFINITY;
             } else {
               if (!seen) score = -INFINITY;
             }
@@ -508,7 +502,7 @@ class RecordAttention {
   // Makes NaN the sums of rows that see a value whose scale or zero is NaN, and then those scales and zeros 0.
   KIVI_DEVICE void clean_values(int stage, int first) {
     unsigned char* const rows = scales_of(stage) + (F::kScaleBytes == 1 ? warp_ * F::kExpanded + F::kKGroups * D * 2
-                                                                      : warp_ * 2 * F::kStage + F::kVScaleRaw);
+                                                                        : warp_ * 2 * F::kStage + F::kVScaleRaw);
     constexpr int kNumRows = F::kVSections * F::kVGroups;
     bool special = false;
 #pragma unroll 1
@@ -517,13 +511,14 @@ class RecordAttention {
       special |= has_special(x.x) || has_special(x.y) || has_special(x.z) || has_special(x.w);
     }
     if (!__any_sync(kFullWarp, special)) return;
-    if (gid_ < F::kVGroups) {
+    const int g = F::kVSymmetric ? 0 : gid_;
+    if (g < F::kVGroups) {
 #pragma unroll 1
       for (int token = 0; token < kChunk; token++) {
         bool lost = false;
         for (int section = 0; section < F::kVSections; section++) {
           const unsigned char* const row = rows + section * F::kVGroups * F::kVRow;
-          lost |= has_special(*reinterpret_cast<const uint16_t*>(row + F::v_row_place(gid_, token)));
+          lost |= has_special(*reinterpret_cast<const uint16_t*>(row + F::v_row_place(g, token)));
         }
         if (!lost) continue;
 #pragma unroll
@@ -538,9 +533,9 @@ class RecordAttention {
     __syncwarp();  // everybody has looked
 #pragma unroll 1
     for (int i = lane_; i < kNumRows * kChunk; i += kWarpThreads) {
-      const int row = i / kChunk, g = row % F::kVGroups;
-      auto* const at = reinterpret_cast<uint16_t*>(rows + row / F::kVGroups * F::kVGroups * F::kVRow +
-                                                   F::v_row_place(g, i % kChunk));
+      const int row = i / kChunk, section = row / F::kVGroups;
+      auto* const at = reinterpret_cast<uint16_t*>(rows + section * F::kVGroups * F::kVRow +
+                                                   F::v_row_place(row % F::kVGroups, i % kChunk));
       if (has_special(*at)) *at = 0;
     }
     // The barrier behind store_weights orders this before the multiplication.
@@ -560,7 +555,7 @@ class RecordAttention {
             const float score = s[n][h][i / 2][i % 2 * 2 + j];
             return exp2_fast(Rules ? score + plus : fmaf(score, to_log2_[n][j], plus));
           };
-          const int at = F::kVBits == 4 ? j * 128 + 64 * (h ^ j) : j * 144 + 64 * h;
+          const int at = F::weight_place(j, 32 * h);
           *reinterpret_cast<uint2*>(shared_.weights + weight_store_ + (1152 * n + at)) =
               make_uint2(half2_of(weight(0), weight(1)), half2_of(weight(2), weight(3)));
         }
@@ -575,22 +570,28 @@ class RecordAttention {
     // Weights as B: eight pairs of tokens of row gid.
     uint32_t weight[NT][8], factored[NT][8];
     {
-      unsigned char* const base = F::kScaleBytes == 1 ? shared_.expanded : shared_.main;
-      const int moved = stage & zero_moves_;
-      const uint4 z0 = load_uint4(base + (zero_low_ + moved)), z1 = load_uint4(base + (zero_high_ + moved));
-      const uint32_t a0[4] = {z0.x, z0.y, z0.z, z0.w}, a1[4] = {z1.x, z1.y, z1.z, z1.w};
+      uint32_t a0[4] = {}, a1[4] = {};
+      if constexpr (!F::kVSymmetric) {
+        unsigned char* const base = F::kScaleBytes == 1 ? shared_.expanded : shared_.main;
+        const int moved = stage & zero_moves_;
+        const uint4 z0 = load_uint4(base + (zero_low_ + moved)), z1 = load_uint4(base + (zero_high_ + moved));
+        a0[0] = z0.x, a0[1] = z0.y, a0[2] = z0.z, a0[3] = z0.w;
+        a1[0] = z1.x, a1[1] = z1.y, a1[2] = z1.z, a1[3] = z1.w;
+      }
 #pragma unroll
       for (int n = 0; n < NT; n++) {
         const uint4 x = load_uint4(shared_.weights + weight_low_ + 1152 * n);
         const uint4 y = load_uint4(shared_.weights + weight_high_ + 1152 * n);
         const uint32_t all[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
-        // A's registers are four pairs of one row: right in rows 0-7 for the even pairs, in rows 8-15 for the odd ones;
-        // the other halves of the two accumulators are of no use.
-        const uint32_t b0[2] = {x.x, x.z}, b1[2] = {x.y, x.w}, b2[2] = {y.x, y.z}, b3[2] = {y.y, y.w};
-        mma_m16n8k16<__half>(even_[n], a0, b0, even_[n]);
-        mma_m16n8k16<__half>(odd_[n], a0, b1, odd_[n]);
-        mma_m16n8k16<__half>(even_[n], a1, b2, even_[n]);
-        mma_m16n8k16<__half>(odd_[n], a1, b3, odd_[n]);
+        if constexpr (!F::kVSymmetric) {
+          // A's registers are four pairs of one row: right in rows 0-7 for the even pairs, in rows 8-15 for the odd
+          // ones; the other halves of the two accumulators are of no use.
+          const uint32_t b0[2] = {x.x, x.z}, b1[2] = {x.y, x.w}, b2[2] = {y.x, y.z}, b3[2] = {y.y, y.w};
+          mma_m16n8k16<__half>(even_[n], a0, b0, even_[n]);
+          mma_m16n8k16<__half>(odd_[n], a0, b1, odd_[n]);
+          mma_m16n8k16<__half>(even_[n], a1, b2, even_[n]);
+          mma_m16n8k16<__half>(odd_[n], a1, b3, odd_[n]);
+        }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
           const float factor = pair_factor(kBits, i % kOfWord);
@@ -603,22 +604,21 @@ class RecordAttention {
     static_for<(D + 31) / 32>([&](auto index) {
       constexpr int kGroup = 32 * index / F::kVGroup;
       if constexpr (32 * index % F::kVGroup == 0) {
-        constexpr bool kSwapped = F::kVBits == 4 && kGroup % 2 == 1;
-        const unsigned char* const row = scales + v_scales_ + kGroup * F::kVRow;
-        const uint4 x = load_uint4(row + (kSwapped ? 64 : 0));
-        const uint4 y = load_uint4(row + (kSwapped ? 0 : F::kVBits == 4 ? 64 : 16));
+        const unsigned char* const row = scales + v_scales_;
+        const uint4 x = load_uint4(row + F::v_row_part(kGroup, 0, 0));
+        const uint4 y = load_uint4(row + F::v_row_part(kGroup, 0, 1));
         const uint32_t scale[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
 #pragma unroll
         for (int n = 0; n < NT; n++) {
 #pragma unroll
           for (int i = 0; i < 8; i++) {
             scaled[n][i] = hmul2(factored[n][i], scale[i]);
-            if constexpr (F::kVPlanes == 2) {
-              const float factor = high_bit_factor(i);
-              scaled_high[n][i] =
-                  hmul2(factor == 1.0f ? weight[n][i] : hmul2(weight[n][i], same_half2(factor)), scale[i]);
+            if constexpr (F::kVPlanes == 2) {  // the same product: its rounding must not differ between the planes
+              const float ratio = high_bit_factor(i) / pair_factor(kBits, i % kOfWord);
+              scaled_high[n][i] = ratio == 1.0f ? scaled[n][i] : hmul2(scaled[n][i], same_half2(ratio));
             }
           }
+          if constexpr (F::kVSymmetric) add_symmetric(weight[n], scaled[n], n);
         }
       }
       constexpr bool kShort = 32 * index + 32 > D;  // 16 channels: one tile, two channels a lane
@@ -661,6 +661,22 @@ class RecordAttention {
       }
     });
   }
+  // Symmetric V: the sum of the rounded products weight * scale, in all rows of even_, and that of the weights in odd_.
+  // With products that are not rounded the middle code would not cancel, and all channels would be off alike: which one
+  // channel gets in full when V is turned back.
+  KIVI_DEVICE void add_symmetric(const uint32_t (&weight)[8], const uint32_t (&scaled)[8], int n) {
+    constexpr int kBits = F::kVBits == 4 ? 4 : 2, kOfWord = 16 / kBits;
+    const uint32_t one = same_half2(1.0f), ones[4] = {one, one, one, one};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const uint32_t first = same_half2(1.0f / pair_factor(kBits, 2 * k % kOfWord));
+      const uint32_t second = same_half2(1.0f / pair_factor(kBits, (2 * k + 1) % kOfWord));
+      const uint32_t a[4] = {first, first, second, second};
+      const uint32_t b[2] = {scaled[2 * k], scaled[2 * k + 1]}, w[2] = {weight[2 * k], weight[2 * k + 1]};
+      mma_m16n8k16<__half>(even_[n], a, b, even_[n]);
+      mma_m16n8k16<__half>(odd_[n], ones, w, odd_[n]);
+    }
+  }
   template <bool Short>
   KIVI_DEVICE void load_value_words(int at, uint32_t (&w)[4]) const {
     if constexpr (Short) {
@@ -681,9 +697,9 @@ class RecordAttention {
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const float side = even_[n][j] + odd_[n][2 + j];
-        sums.sum[n][j] = __shfl_sync(kFullWarp, side, 4 * F::kVGroups + tq_);
+        sums.sum[n][j] = F::kVSymmetric ? odd_[n][2 + j] : __shfl_sync(kFullWarp, side, 4 * F::kVGroups + tq_);
         static_for<F::kVGroups>([&](auto g) {
-          const float zero = kZeroUnit * __shfl_sync(kFullWarp, side, 4 * g + tq_);
+          const float zero = kZeroUnit * (F::kVSymmetric ? even_[n][j] : __shfl_sync(kFullWarp, side, 4 * g + tq_));
           constexpr int kFirst = g * F::kVGroup / 16, kLast = (g + 1) * F::kVGroup / 16;
 #pragma unroll
           for (int c = kFirst; c < (kLast < D / 16 ? kLast : D / 16); c++) {
@@ -701,14 +717,14 @@ class RecordAttention {
   const int tokens_;              // of the part
   const int warp_, lane_, gid_, tq_;
   const SeenByTile seen_;
-  int begin_, end_;                            // chunks of this warp
+  int begin_, end_;                                       // chunks of this warp
   int source_[F::kCopies], target_[F::kCopies], second_;  // second_: bit k: copy k of this lane is of record 1
   int k_codes_[F::kPlaneSlots], k_scales_, v_codes_[2], v_scales_;
   int zero_low_, zero_high_, zero_moves_, weight_store_, weight_low_, weight_high_;
   uint32_t q_[NT][F::kPairs];
   float to_log2_[NT][2];
-  // Row gid: sum of weight * zero of channel group gid; row kVGroups: sum of weights. Even pairs of tokens in rows 0-7 of
-  // the one, odd pairs in rows 8-15 of the other; their other halves are of no use.
+  // Row gid: sum of weight * zero of channel group gid; row kVGroups: sum of weights. Even pairs of tokens in rows 0-7
+  // of the one, odd pairs in rows 8-15 of the other; their other halves are of no use. Symmetric V: see add_symmetric.
   float even_[NT][4], odd_[NT][4];
 };
 

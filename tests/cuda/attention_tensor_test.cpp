@@ -52,15 +52,24 @@ class DeviceProblem {
     p.out = nullptr, p.lse = nullptr;
   }
 
+  // Other lengths, in the memory that the params point to.
+  void set_lengths(const Problem& problem) {
+    const auto size = static_cast<int64_t>(problem.lengths.size()) * 8;
+    arrays_[lengths_at_].set(bytes_of(problem.lengths.data(), size));
+    arrays_[lengths_at_ + 1].set(bytes_of(problem.quantized.data(), size));
+  }
+
  private:
   template <class T>
   void move(const T*& pointer, int64_t bytes) {
     if (pointer == nullptr) return;
+    if (reinterpret_cast<const void*>(&pointer) == &params.lengths) lengths_at_ = arrays_.size();
     arrays_.emplace_back(bytes_of(pointer, bytes));
     pointer = reinterpret_cast<const T*>(arrays_.back().data());
   }
 
   std::vector<DeviceArray<uint8_t>> arrays_;
+  size_t lengths_at_ = 0;
 };
 
 // Joins parts as launch_merge does: out [B][Hq][Lq][Dv] in float, and lse.
@@ -88,7 +97,8 @@ Problem::Result join(const AttentionParams& p, const std::vector<int64_t>& quant
             EXPECT_EQ(part[channels], -INFINITY);
             continue;
           }
-          const double factor = std::isnan(part[channels + 1]) ? 1 : std::exp2(static_cast<double>(part[channels]) - max);
+          const double factor =
+              std::isnan(part[channels + 1]) ? 1 : std::exp2(static_cast<double>(part[channels]) - max);
           std::vector<float> row(part, part + dim);
           if (s > 0 && p.format.v_rotated) rotate_row(row.data(), dim, /*back=*/true);
           for (int64_t d = 0; d < dim; d++) {
@@ -111,36 +121,38 @@ Problem::Result join(const AttentionParams& p, const std::vector<int64_t>& quant
   return result;
 }
 
-struct Run {
-  Problem::Result result;
-  std::vector<float> scratch;
-};
-
 int64_t parts_of(const Problem& problem) { return most_parts(problem.params.block_table_stride); }
 
-std::vector<int64_t> rows_of_batch(const Problem& problem) {
-  std::vector<int64_t> rows(problem.lengths.size(), problem.params.q_len);
-  return problem.params.rows_follow_new ? problem.new_lengths : rows;
-}
+// A launch on scratch memory that holds anything, and what its parts give together.
+class Launch {
+ public:
+  explicit Launch(const Problem& problem)
+      : problem_(problem),
+        device_(problem),
+        parts_(parts_of(problem)),
+        scratch_(static_cast<size_t>(part_offset(device_.params, parts_, device_.params.batch, 0, 0, 0))) {}
 
-Run run(const Problem& problem) {
-  const DeviceProblem device(problem);
-  EXPECT_TRUE(tensor_parts_support(device.params));
-  const int64_t parts = parts_of(problem);
-  const DeviceArray<float> scratch(static_cast<size_t>(
-      part_offset(device.params, parts, device.params.batch, 0, 0, 0)));
-  check(launch_tensor_parts(device.params, parts, scratch.data(), nullptr));
-  Run r;
-  r.scratch = scratch.get();
-  r.result = join(problem.params, problem.quantized, parts, r.scratch, rows_of_batch(problem));
-  return r;
-}
+  DeviceProblem& device() { return device_; }
+  Problem::Result run() {
+    EXPECT_TRUE(tensor_parts_support(device_.params));
+    check(launch_tensor_parts(device_.params, parts_, scratch_.data(), nullptr));
+    const AttentionParams& p = problem_.params;
+    std::vector<int64_t> rows(problem_.lengths.size(), p.q_len);
+    return join(p, problem_.quantized, parts_, scratch_.get(), p.rows_follow_new ? problem_.new_lengths : rows);
+  }
+  std::vector<float> scratch() const { return scratch_.get(); }
+
+ private:
+  const Problem& problem_;
+  DeviceProblem device_;
+  int64_t parts_;
+  DeviceArray<float> scratch_;
+};
 
 struct Errors {
   double out = 0, lse = 0;
 };
 
-// Limits relative to `size`, the largest |value| that is averaged.
 void expect_near(const Problem::Result& got, const Problem::Result& want, double limit, Errors* worst = nullptr) {
   ASSERT_EQ(got.out.size(), want.out.size());
   double most = 0;
@@ -174,10 +186,9 @@ Settings settings(const Format& f, std::vector<int64_t> lengths, int64_t heads, 
 
 double limit_of(const Settings& s) { return s.q_type == Element::kFloat16 ? 2e-3 : 1e-2; }
 
-void check_problem(const Settings& s, Errors* worst = nullptr) {
+void check_problem(const Settings& s, double size = 1, Errors* worst = nullptr) {
   const Problem problem(s);
-  const Problem::Result want = problem.oracle();
-  expect_near(run(problem).result, want, limit_of(s), worst);
+  expect_near(Launch(problem).run(), problem.oracle(), limit_of(s) * size, worst);
 }
 
 Format plain(int64_t d, int64_t k_bits, int64_t v_bits, int64_t kv_heads = 1, int64_t residual = 5, int64_t sink = 3) {
@@ -185,7 +196,8 @@ Format plain(int64_t d, int64_t k_bits, int64_t v_bits, int64_t kv_heads = 1, in
 }
 
 std::string name_of(const Format& f) {
-  std::string name = "D" + std::to_string(f.head_dim) + " K" + std::to_string(f.k_bits) + "V" + std::to_string(f.v_bits);
+  std::string name =
+      "D" + std::to_string(f.head_dim) + " K" + std::to_string(f.k_bits) + "V" + std::to_string(f.v_bits);
   if (f.num_key_classes > 0) name += " classes " + std::to_string(f.num_key_classes);
   return name + " G" + std::to_string(f.group_size) + " Gv" + std::to_string(value_group(f));
 }
@@ -216,13 +228,300 @@ std::vector<Format> formats() {
   return all;
 }
 
+// A part is 512 tokens here; the second row of the batch has none in records.
 TEST(AttentionTensor, EveryFormat) {
+  Errors worst;
+  for (const Format& f : formats()) {
+    for (const Element type : {Element::kFloat16, Element::kBFloat16}) {
+      SCOPED_TRACE(testing::Message() << name_of(f) << (type == Element::kFloat16 ? " float16" : " bfloat16"));
+      Settings s = settings(f, {700, 6}, 4);
+      s.q_type = s.cache_type = s.new_type = type;
+      check_problem(s, 1, &worst);
+    }
+  }
+  RecordProperty("worst_out", std::to_string(worst.out));
+}
+
+TEST(AttentionTensor, EveryFormatInEveryOrder) {
   for (const Format& f : formats()) {
     SCOPED_TRACE(name_of(f));
-    Errors worst;
-    check_problem(settings(f, {300}, 4), &worst);
-    printf("%s: out %.1e lse %.1e\n", name_of(f).c_str(), worst.out, worst.lse);
+    Settings s = settings(f, {620}, 5, 2);
+    s.new_lengths = {2}, s.new_len = 2;
+    const Problem problem(s);
+    const Problem::Result want = problem.oracle();
+    std::vector<float> first;
+    in_every_order([&] {
+      Launch launch(problem);
+      expect_near(launch.run(), want, limit_of(s));
+      const std::vector<float> scratch = launch.scratch();
+      if (first.empty()) first = scratch;
+      ASSERT_EQ(std::memcmp(scratch.data(), first.data(), first.size() * 4), 0) << "not the same in every order";
+    });
   }
+}
+
+TEST(AttentionTensor, Lengths) {
+  for (const Format& f : formats()) {
+    SCOPED_TRACE(name_of(f));
+    Format bare = f;  // records only
+    bare.num_kv_heads = 2, bare.residual_length = 0, bare.sink_length = 0;
+    check_problem(settings(bare, {0, 1, 31, 32, 33, 63, 64, 65, 129, 1000}, 4));
+    Format some = f;
+    some.num_kv_heads = 2, some.residual_length = 32;
+    check_problem(settings(some, {0, 1, 31, 32, 33, 63, 64, 65, 129, 1000, 100, 163, 131}, 4));
+  }
+}
+
+// More pages than one length of run: 512 tokens, then 1024, then 2048.
+TEST(AttentionTensor, LongRows) {
+  check_problem(settings(plain(64, 2, 2), {8190, 8330, 70}, 4));
+  check_problem(settings(plain(64, 4, 4), {9000}, 8));
+  check_problem(settings(balanced(64), {8300}, 8));
+  check_problem(settings(plain(64, 2, 2), {66000}, 2));
+  check_problem(settings(plain(128, 2, 4), {66000}, 2));
+}
+
+TEST(AttentionTensor, HeadsPerKvHead) {
+  for (const int64_t group : {1, 4, 5, 7, 8, 12, 16, 20}) {
+    for (const Format& f : formats()) {
+      SCOPED_TRACE(testing::Message() << name_of(f) << " group " << group);
+      Format two = f;
+      two.num_kv_heads = 2;
+      check_problem(settings(two, {230}, 2 * group));
+    }
+  }
+}
+
+TEST(AttentionTensor, SeveralQueries) {
+  for (const int64_t q_len : {2, 3, 5, 8, 16, 19}) {
+    for (const bool causal : {true, false}) {
+      for (const bool fresh : {true, false}) {
+        SCOPED_TRACE(testing::Message() << q_len << " queries, causal " << causal << " new " << fresh);
+        // Without new tokens some queries stand among the quantised tokens.
+        Settings s = settings(plain(64, 2, 2, 2, 3), {200, 40, 2}, 6, q_len);
+        s.causal = causal;
+        if (fresh) s.new_len = q_len + 2, s.new_lengths = {q_len, q_len / 2, 1}, s.rows_follow_new = true;
+        check_problem(s);
+        s.format = quality(128, 2);
+        check_problem(s);
+      }
+    }
+  }
+}
+
+TEST(AttentionTensor, ExactSegments) {
+  for (const int64_t sink : {0, 1, 5, 40}) {
+    for (const int64_t residual : {0, 1, 31, 64, 200}) {
+      for (const int64_t tokens : {0, 1, 3, 40, 41, 210, 333, 600}) {
+        for (const int64_t fresh : {0, 1, 9}) {
+          SCOPED_TRACE(testing::Message()
+                       << "sink " << sink << " residual " << residual << " tokens " << tokens << " new " << fresh);
+          Settings s = settings(plain(64, 4, 2, 1, residual, sink), {tokens}, 3, fresh > 0 ? fresh : 1);
+          s.new_len = fresh > 0 ? fresh + 2 : 0;
+          if (fresh > 0) s.new_lengths = {fresh};
+          s.rows_follow_new = fresh > 0;
+          check_problem(s);
+        }
+      }
+    }
+  }
+}
+
+TEST(AttentionTensor, Windows) {
+  for (const int64_t window : {1, 7, 33, 64, 100, 250, 1000}) {
+    for (const int64_t q_len : {1, 6}) {
+      SCOPED_TRACE(testing::Message() << "window " << window << " queries " << q_len);
+      Settings s = settings(plain(64, 2, 4, 1, 20, 4), {777, 300, 25}, 4, q_len);
+      s.window = window;
+      check_problem(s);
+      s.format = quality(64);
+      check_problem(s);
+    }
+  }
+}
+
+TEST(AttentionTensor, Rules) {
+  for (const Format& f : {plain(64, 2, 2), plain(128, 4, 4), balanced(128), quality(64)}) {
+    for (int rule = 0; rule < 7; rule++) {
+      for (const int64_t q_len : {1, 4}) {
+        SCOPED_TRACE(testing::Message() << name_of(f) << " rule " << rule << " queries " << q_len);
+        Settings s = settings(f, {333, 90}, 12, q_len);
+        s.softcap = rule == 0 || rule == 6 ? 3.0f : 0.0f;
+        s.alibi = rule == 1 || rule == 6;
+        s.mask = rule == 2 || rule == 3 ? MaskType::kBool : rule >= 4 ? MaskType::kFloat32 : MaskType::kNone;
+        s.broadcast_mask = rule == 3 || rule == 5;
+        s.sinks = rule == 6;
+        s.window = rule == 6 ? 200 : 0;
+        check_problem(s);
+      }
+    }
+  }
+}
+
+// Weights times scales may overflow float16: then a warp starts again. Tiny values keep their precision.
+TEST(AttentionTensor, SizesOfValues) {
+  for (const Format& f : formats()) {
+    for (const float size : {0.01f, 1.0f, 300.0f, 2000.0f}) {
+      SCOPED_TRACE(testing::Message() << name_of(f) << " values " << size);
+      Settings s = settings(f, {400}, 4);
+      s.edit = [&](int64_t, int64_t, std::vector<float>&, std::vector<float>& v) {
+        for (float& x : v) x *= size;
+      };
+      const Problem problem(s);
+      const Problem::Result got = Launch(problem).run(), want = problem.oracle();
+      for (size_t i = 0; i < got.out.size(); i++) {
+        ASSERT_NEAR(got.out[i], want.out[i], 2e-3 * static_cast<double>(size)) << i;
+      }
+    }
+  }
+}
+
+TEST(AttentionTensor, SizesOfQueriesAndKeys) {
+  for (const Format& f : formats()) {
+    for (const double top_score : {1e-4, 1.0, 60.0}) {
+      SCOPED_TRACE(testing::Message() << name_of(f) << " scores to " << top_score);
+      Settings s = settings(f, {400}, 4);
+      s.top_score = top_score;
+      check_problem(s, top_score > 10 ? 10 : 1);  // an error of a score is relative to its size
+    }
+    for (const float size : {1e-3f, 300.0f}) {
+      SCOPED_TRACE(testing::Message() << name_of(f) << " keys " << size);
+      Settings s = settings(f, {400}, 4);
+      s.edit = [&](int64_t, int64_t, std::vector<float>& k, std::vector<float>&) {
+        for (float& x : k) x = std::min(std::max(x * size, -60000.0f), 60000.0f);
+      };
+      check_problem(s);
+    }
+  }
+}
+
+TEST(AttentionTensor, ScaleOfScores) {
+  for (const float scale : {0.0f, -0.3f, 2.0f}) {
+    SCOPED_TRACE(scale);
+    const Settings s = settings(plain(64, 2, 2), {300}, 4);
+    Problem problem(s);
+    problem.params.scale = scale;
+    expect_near(Launch(problem).run(), problem.oracle(), 2e-3 * (1 + 8 * static_cast<double>(std::fabs(scale))));
+  }
+}
+
+// A tensor core that keeps only 23 bits below the largest product.
+TEST(AttentionTensor, TensorCoresThatTruncate) {
+  emulator::mma_bits = 23;
+  for (const Format& f : formats()) {
+    SCOPED_TRACE(name_of(f));
+    check_problem(settings(f, {700}, 4));
+  }
+  emulator::mma_bits = 0;
+}
+
+// NaN reaches the rows that see it, and no others: below a window, past a causal query, masked out.
+TEST(AttentionTensor, NaNReachesOnlyWhoSeesIt) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (const Format& f : {plain(64, 2, 2), plain(64, 4, 4), plain(128, 2, 4), balanced(64), quality(64)}) {
+    for (const bool in_keys : {true, false}) {
+      for (const int64_t token : {1, 36, 258, 290, 299}) {
+        for (int rule = 0; rule < 4; rule++) {
+          SCOPED_TRACE(testing::Message()
+                       << name_of(f) << (in_keys ? " key " : " value ") << token << " rule " << rule);
+          Settings s = settings(f, {300, 80}, 3, 12);  // the first queries stand among the quantised tokens
+          s.seed = static_cast<unsigned>(token);
+          s.window = rule == 1 ? 40 : rule == 2 ? 230 : 0;
+          s.mask = rule == 3 ? MaskType::kBool : MaskType::kNone;
+          s.edit = [&](int64_t b, int64_t, std::vector<float>& k, std::vector<float>& v) {
+            const int64_t d = f.head_dim;
+            if (b == 0) (in_keys ? k : v)[static_cast<size_t>(token * d + d - 1)] = nan;
+          };
+          check_problem(s);
+        }
+      }
+    }
+  }
+}
+
+// Infinite new values beyond a query.
+TEST(AttentionTensor, NewTokensThatAQueryDoesNotSee) {
+  for (const Element type : {Element::kFloat16, Element::kBFloat16}) {
+    Settings s = settings(plain(64, 2, 2), {100}, 2, 4);
+    s.q_type = s.cache_type = s.new_type = type;
+    s.new_len = 4, s.new_lengths = {4};
+    s.edit = [](int64_t, int64_t, std::vector<float>&, std::vector<float>& v) {
+      for (size_t i = v.size() - 64; i < v.size(); i++) v[i] = std::numeric_limits<float>::infinity();
+    };
+    const Problem problem(s);
+    const Problem::Result got = Launch(problem).run(), want = problem.oracle();
+    for (size_t i = 0; i < got.out.size(); i++) {
+      if (std::isfinite(want.out[i])) {
+        ASSERT_NEAR(got.out[i], want.out[i], limit_of(s)) << i;
+      } else {
+        ASSERT_EQ(std::isfinite(got.out[i]), false) << i;
+      }
+    }
+  }
+}
+
+// One set of params and one scratch memory, lengths that change between launches: as in a captured graph.
+TEST(AttentionTensor, LengthsChangeBetweenLaunches) {
+  in_every_order([&] {
+    Problem problem(settings(plain(64, 2, 2, 2, 40), {1200, 700}, 4));
+    Launch launch(problem);
+    const std::vector<int64_t> quantized = problem.quantized;
+    for (const int64_t fewer : {0, 32, 640, 64, 0}) {
+      SCOPED_TRACE(testing::Message() << fewer << " fewer");
+      for (size_t b = 0; b < 2; b++) {
+        // Without its window a row ends with its last record.
+        problem.quantized[b] = quantized[b] - fewer;
+        problem.lengths[b] = problem.totals[b] = problem.format.sink_length + problem.quantized[b];
+      }
+      launch.device().set_lengths(problem);
+      expect_near(launch.run(), problem.oracle(), 2e-3);
+    }
+  });
+}
+
+// A row's results do not depend on what else is in the batch, to the bit.
+TEST(AttentionTensor, RowsAreIndependent) {
+  const Format f = plain(64, 2, 2);
+  const Problem both(settings(f, {900, 1500}, 4)), first(settings(f, {900}, 4));
+  const Problem::Result all = Launch(both).run();
+  Problem alone(settings(f, {900, 1500}, 4));
+  alone.quantized[1] = 0, alone.lengths[1] = alone.totals[1] = 2;
+  const Problem::Result one = Launch(alone).run();
+  const size_t count = one.out.size() / 2;
+  for (size_t i = 0; i < count; i++) ASSERT_EQ(one.out[i], all.out[i]) << i;
+}
+
+TEST(AttentionTensor, SaysWhatItCannotDo) {
+  const Settings s = settings(plain(64, 2, 2), {100}, 2);
+  Problem problem(s);
+  const AttentionParams good = problem.params;
+  EXPECT_TRUE(tensor_parts_support(good));
+  const auto without = [&](auto change) {
+    AttentionParams p = good;
+    change(p);
+    return !tensor_parts_support(p);
+  };
+  EXPECT_TRUE(without([](AttentionParams& p) { p.q_type = Element::kFloat32; }));
+  EXPECT_TRUE(without([](AttentionParams& p) { p.cache_type = Element::kBFloat16; }));
+  EXPECT_TRUE(without([](AttentionParams& p) { p.new_len = 1, p.new_type = Element::kFloat32; }));
+  EXPECT_TRUE(without([](AttentionParams& p) { p.format.k_bits = 8; }));
+  EXPECT_TRUE(without([](AttentionParams& p) { p.format.v_bits = 1; }));
+  EXPECT_TRUE(without([](AttentionParams& p) { p.format.group_size = 16; }));
+  EXPECT_TRUE(without([](AttentionParams& p) { p.format.value_head_dim = 128; }));
+  EXPECT_TRUE(without([](AttentionParams& p) { p.format.scale_type = ScaleType::kWidened; }));
+  EXPECT_TRUE(without([](AttentionParams& p) { p.format.v_symmetric = true; }));
+  EXPECT_TRUE(without([](AttentionParams& p) { p.window_k = static_cast<const uint8_t*>(p.window_k) + 2; }));
+  alignas(16) const uint8_t fresh[64] = {};
+  const auto with_new = [&](int64_t stride, int64_t offset) {
+    AttentionParams p = good;
+    p.new_len = 1, p.new_type = Element::kFloat16, p.new_k = fresh + offset, p.new_v = fresh;
+    for (int i = 0; i < 3; i++) p.new_k_strides[i] = p.new_v_strides[i] = 64;
+    p.new_v_strides[2] = stride;
+    return tensor_parts_support(p);
+  };
+  EXPECT_TRUE(with_new(72, 0));
+  EXPECT_FALSE(with_new(67, 0));
+  EXPECT_FALSE(with_new(64, 2));
 }
 
 }  // namespace
