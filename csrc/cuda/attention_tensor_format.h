@@ -304,6 +304,12 @@ struct TensorFormat : TensorRecord<D, G, ScaleBytes, VBits, VGroup, VSymmetric, 
     const Move a = move(32 * j, 0), b = move(32 * k, 0);
     return source ? b.from - a.from : b.to - a.to;
   }
+  // Registers that hold sources and targets.
+  static constexpr int copy_addresses() {
+    int count = 0;
+    for (int k = 0; k < kCopies; k++) count += (base_copy(k, true) == k) + (base_copy(k, false) == k);
+    return count;
+  }
   // Whether a copy has units of the first record, and of the second.
   static constexpr bool has_record(int k, int record) {
     for (int unit = 32 * k; unit < 32 * k + kWarpThreads && unit < kUnits; unit++) {

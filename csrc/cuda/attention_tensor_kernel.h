@@ -120,14 +120,16 @@ KIVI_DEVICE void join_warps(const SharedPieces<F, NT>& shared, const WarpSums<F:
   }
 }
 
-// Blocks that a multiprocessor shall hold: as many as registers and shared memory allow without spilling.
-template <class F, int NT>
+// Blocks that a multiprocessor shall hold: three where shared memory has room and 168 registers are enough, which sums,
+// queries and the addresses of copies decide.
+template <class F, int NT, bool Rules>
 constexpr int min_blocks() {
-  return NT == 1 && SharedSizes<F, NT>::kBytes <= 75 * 1024 && F::kD * F::kVPlanes <= 128 ? 3 : 2;
+  const bool small = F::kD * F::kVPlanes + 4 * F::copy_addresses() <= 165;
+  return NT == 1 && !Rules && small && SharedSizes<F, NT>::kBytes <= 75 * 1024 ? 3 : 2;
 }
 
 template <class F, int NT, bool Rules>
-__global__ void __launch_bounds__(kThreads, min_blocks<F, NT>())
+__global__ void __launch_bounds__(kThreads, min_blocks<F, NT, Rules>())
     tensor_parts_kernel(const KIVI_GRID_CONSTANT AttentionParams p, int64_t parts, float* scratch) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int D = F::kD, kRows = NT * kTileRows;

@@ -24,7 +24,7 @@ template <class F, int NT, bool Rules>
 class RecordAttention {
  public:
   static constexpr int D = F::kD;
-  static_assert(F::kVGroups < 8, "a row of ones fits beside the zeros of V");
+  static_assert(F::kVGroups <= 8, "zeros of V are rows of one MMA");
   static_assert(!F::kVSymmetric || F::kVGroups == 1, "a symmetric V has one scale a token");
   using S = SharedSizes<F, NT>;
 
@@ -252,7 +252,7 @@ class RecordAttention {
         for (int i = 0; i < 4; i++) o[n][c][i] = 0;
       }
 #pragma unroll
-      for (int i = 0; i < 4; i++) even_[n][i] = odd_[n][i] = 0;
+      for (int i = 0; i < 4; i++) even_[n][i] = odd_[n][i] = 0, total_[n % kTotals][i] = 0;
 #pragma unroll
       for (int j = 0; j < 2; j++) m[n][j] = kNone, limit[n][j] = kNone;
     }
@@ -323,6 +323,7 @@ class RecordAttention {
 #pragma unroll
             for (int c = 0; c < D / 16; c++) o[n][c][j] *= shrink, o[n][c][2 + j] *= shrink;
             even_[n][j] *= shrink, odd_[n][2 + j] *= shrink;
+            if constexpr (kOwnTotal) total_[n][j] *= shrink;
           }
         }
       }
@@ -591,6 +592,14 @@ class RecordAttention {
           mma_m16n8k16<__half>(odd_[n], a0, b1, odd_[n]);
           mma_m16n8k16<__half>(even_[n], a1, b2, even_[n]);
           mma_m16n8k16<__half>(odd_[n], a1, b3, odd_[n]);
+          if constexpr (kOwnTotal) {
+            const uint32_t one = same_half2(1.0f), ones[4] = {one, one, one, one};
+            const uint32_t c0[2] = {x.x, x.y}, c1[2] = {x.z, x.w}, c2[2] = {y.x, y.y}, c3[2] = {y.z, y.w};
+            mma_m16n8k16<__half>(total_[n], ones, c0, total_[n]);
+            mma_m16n8k16<__half>(total_[n], ones, c1, total_[n]);
+            mma_m16n8k16<__half>(total_[n], ones, c2, total_[n]);
+            mma_m16n8k16<__half>(total_[n], ones, c3, total_[n]);
+          }
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -697,7 +706,9 @@ class RecordAttention {
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const float side = even_[n][j] + odd_[n][2 + j];
-        sums.sum[n][j] = F::kVSymmetric ? odd_[n][2 + j] : __shfl_sync(kFullWarp, side, 4 * F::kVGroups + tq_);
+        sums.sum[n][j] = F::kVSymmetric ? odd_[n][2 + j]
+                         : kOwnTotal    ? total_[n % kTotals][j]
+                                        : __shfl_sync(kFullWarp, side, 4 * F::kVGroups % kWarpThreads + tq_);
         static_for<F::kVGroups>([&](auto g) {
           const float zero = kZeroUnit * (F::kVSymmetric ? even_[n][j] : __shfl_sync(kFullWarp, side, 4 * g + tq_));
           constexpr int kFirst = g * F::kVGroup / 16, kLast = (g + 1) * F::kVGroup / 16;
@@ -726,6 +737,10 @@ class RecordAttention {
   // Row gid: sum of weight * zero of channel group gid; row kVGroups: sum of weights. Even pairs of tokens in rows 0-7
   // of the one, odd pairs in rows 8-15 of the other; their other halves are of no use. Symmetric V: see add_symmetric.
   float even_[NT][4], odd_[NT][4];
+  // Where eight channel groups leave no row for it: the sum of weights, in all rows.
+  static constexpr bool kOwnTotal = !F::kVSymmetric && F::kVGroups == 8;
+  static constexpr int kTotals = kOwnTotal ? NT : 1;
+  float total_[kTotals][4];
 };
 
 }  // namespace kivi::cuda::tensor

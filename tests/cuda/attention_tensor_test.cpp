@@ -6,6 +6,7 @@
 
 #include "cpu/plan.h"
 #include "cuda/attention.h"
+#include "cuda/attention_tensor_configs.h"
 #include "cuda/device_memory.h"
 #include "emulator/tensor_core.h"
 #include "format/rotate.h"
@@ -216,14 +217,32 @@ Format quality(int64_t d, int64_t kv_heads = 1) {
   return f;
 }
 
+Format near_lossless(int64_t d) {
+  Format f = plain(d, 4, 4);
+  f.scale_type = ScaleType::kFloat8, f.v_rotated = true, f.v_group_size = d, f.v_symmetric = true;
+  return f;
+}
+Format compact(int64_t d) {
+  Format f = balanced(d);
+  f.v_group_size = d, f.v_symmetric = true;
+  return f;
+}
+
+// One of everything that cuda/attention_tensor_configs.h lists.
 std::vector<Format> formats() {
   std::vector<Format> all;
   for (const int64_t d : {128, 64}) {
     for (const int64_t k_bits : {2, 4}) {
       for (const int64_t v_bits : {2, 4}) all.push_back(plain(d, k_bits, v_bits));
     }
+    all.push_back(compact(d));
     all.push_back(balanced(d));
     all.push_back(quality(d));
+    all.push_back(near_lossless(d));
+  }
+  for (const int64_t bits : {2, 4}) {
+    for (const int64_t group : {64, 128}) all.push_back(test::make_format(1, 128, 128, bits, bits, group, 5, 3));
+    for (const int64_t d : {80, 96, 112, 192, 256}) all.push_back(plain(d, bits, bits));
   }
   return all;
 }
@@ -522,6 +541,103 @@ TEST(AttentionTensor, SaysWhatItCannotDo) {
   EXPECT_TRUE(with_new(72, 0));
   EXPECT_FALSE(with_new(67, 0));
   EXPECT_FALSE(with_new(64, 2));
+}
+
+// ---- shared memory ---------------------------------------------------------------------------------
+
+// Wavefronts of one access of `bytes` bytes a lane: lanes are served 128 bytes at a time, and a bank has one word.
+template <class PlaceOfLane>
+int wavefronts(int bytes, PlaceOfLane place_of_lane) {
+  const int at_once = 128 / bytes;
+  int total = 0;
+  for (int first = 0; first < 32; first += at_once) {
+    std::vector<std::vector<int>> banks(32);
+    for (int lane = first; lane < first + at_once; lane++) {
+      for (int word = place_of_lane(lane) / 4; word < (place_of_lane(lane) + bytes) / 4; word++) {
+        std::vector<int>& bank = banks[static_cast<size_t>(word % 32)];
+        if (std::find(bank.begin(), bank.end(), word) == bank.end()) bank.push_back(word);
+      }
+    }
+    size_t most = 0;
+    for (const std::vector<int>& bank : banks) most = std::max(most, bank.size());
+    total += static_cast<int>(most);
+  }
+  return total;
+}
+
+// No access of the main loop has a bank conflict. Copies may, where a copy ends one section and begins the next.
+template <class F>
+void check_banks() {
+  for (int slot = 0; slot < F::kPlaneSlots; slot++) {
+    if (slot % 2 >= num_planes(F::find_piece(slot / 2).bits)) continue;
+    EXPECT_EQ(wavefronts(16, [&](int lane) { return F::k_code_place(slot, lane); }), 4) << "K codes " << slot;
+  }
+  for (int plane = 0; plane < F::kVPlanes; plane++) {
+    EXPECT_EQ(wavefronts(16, [&](int lane) { return F::v_code_place(plane, lane); }), 4) << "V codes";
+    EXPECT_EQ(wavefronts(8, [&](int lane) { return F::v_code_place(plane, lane) - lane / 4 * 8; }), 2)
+        << "last V codes";
+  }
+  for (int part = 0; part < 2; part++) {
+    for (int g = 0; g < F::kVGroups; g++) {
+      EXPECT_EQ(wavefronts(16, [&](int lane) { return F::v_row_part(g, lane, part); }), 4) << "V scales";
+    }
+    const int constant = F::kVGroups * F::kVRow + 1024;
+    EXPECT_LE(wavefronts(16,
+                         [&](int lane) {
+                           const int g = lane / 4;
+                           return g < F::kVGroups ? F::v_row_part(g, lane, part)
+                                                  : constant + (g > F::kVGroups ? 16 : 0);
+                         }),
+              5)
+        << "V zeros";
+    EXPECT_EQ(wavefronts(16, [&](int lane) { return F::weight_part(lane, part); }), 4) << "weights";
+  }
+  for (int j = 0; j < 2; j++) {
+    EXPECT_EQ(wavefronts(8, [&](int lane) { return F::weight_place(2 * (lane % 4) + j, 4 * (lane / 4)); }), 2);
+  }
+}
+
+TEST(AttentionTensor, NoBankConflicts) {
+  using namespace tensor;
+#define KIVI_CHECK_BANKS(...)   \
+  {                             \
+    SCOPED_TRACE(#__VA_ARGS__); \
+    check_banks<__VA_ARGS__>(); \
+  }
+  KIVI_TENSOR_FORMATS(KIVI_CHECK_BANKS)
+#undef KIVI_CHECK_BANKS
+}
+
+// Every byte of a chunk's sections is copied once, from where the record has it.
+template <class F>
+void check_copies() {
+  for (int half = 0; half < 2; half++) {
+    std::vector<int> targets(static_cast<size_t>(F::kStage / 16)), sources;
+    for (int unit = 0; unit < F::kUnits; unit++) {
+      const tensor::Move m = F::move(unit, half);
+      ASSERT_EQ(m.to % 16, 0);
+      ASSERT_EQ(m.from % 16, 0);
+      ASSERT_LE(m.to + 16, F::kStage);
+      ASSERT_EQ(targets[static_cast<size_t>(m.to / 16)]++, 0) << "target of unit " << unit;
+      sources.push_back(m.from);
+    }
+    std::sort(sources.begin(), sources.end());
+    ASSERT_TRUE(std::adjacent_find(sources.begin(), sources.end()) == sources.end());
+    const int begin = F::kG == 128 ? 0 : half * F::kRecords * F::kRecordBytes;
+    ASSERT_GE(sources.front(), begin);
+    ASSERT_LE(sources.back() + 16, begin + F::kRecords * F::kRecordBytes);
+  }
+}
+
+TEST(AttentionTensor, CopiesOfAChunk) {
+  using namespace tensor;
+#define KIVI_CHECK_COPIES(...)   \
+  {                              \
+    SCOPED_TRACE(#__VA_ARGS__);  \
+    check_copies<__VA_ARGS__>(); \
+  }
+  KIVI_TENSOR_FORMATS(KIVI_CHECK_COPIES)
+#undef KIVI_CHECK_COPIES
 }
 
 }  // namespace
