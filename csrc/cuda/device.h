@@ -101,6 +101,35 @@ cudaError_t launch(void (*kernel)(KernelArgs...), const char* name, dim3 grid, d
 #endif
 }
 
+// ---- registers and arithmetic --------------------------------------------------------------------
+
+// 2^x to 2 ulp; results below 2^-126 are 0.
+KIVI_DEVICE float exp2_fast(float x) {
+#if defined(__CUDA_ARCH__)
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+#else
+  return exp2f(x);
+#endif
+}
+
+// Keeps a value that the compiler would otherwise compute anew wherever it is used.
+KIVI_DEVICE void keep_in_register(int& x) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(x));
+#else
+  (void)x;
+#endif
+}
+KIVI_DEVICE void keep_in_register(float& x) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+f"(x));
+#else
+  (void)x;
+#endif
+}
+
 // ---- cp.async ------------------------------------------------------------------------------------
 
 // Copies 16 bytes from global to shared memory; bytes from `valid` on are zeroed and not read.

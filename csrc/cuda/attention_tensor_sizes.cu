@@ -1,0 +1,5 @@
+#include "cuda/attention_tensor_configs.h"
+
+namespace kivi::cuda::tensor {
+KIVI_TENSOR_SIZES(KIVI_TENSOR_DEFINE)
+}  // namespace kivi::cuda::tensor
