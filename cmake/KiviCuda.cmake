@@ -1,7 +1,7 @@
 # Whether the CUDA kernels are built, and for which devices. They are where nvcc is and torch has CUDA of the same major version; a machine
 # without either builds everything else and never notices. Sets KIVI_CUDA and, if it is on, enables the language CUDA with
 # CMAKE_CUDA_ARCHITECTURES.
-set(KIVI_WITH_CUDA "OFF" CACHE STRING "CUDA kernels: AUTO (where nvcc and a torch with CUDA are), ON or OFF")
+set(KIVI_WITH_CUDA "AUTO" CACHE STRING "CUDA kernels: AUTO (where nvcc and a torch with CUDA are), ON or OFF")
 set_property(CACHE KIVI_WITH_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(KIVI_CUDA_ARCHITECTURES "$ENV{KIVI_CUDA_ARCHITECTURES}" CACHE STRING
     "Devices that the CUDA kernels are built for, for example 80;90; empty: all that the toolkit and the kernels know")

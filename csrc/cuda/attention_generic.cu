@@ -249,6 +249,7 @@ class Rows {
     made.position = query_position(here_->ranges, query);
     const SeenKeys seen = seen_keys(p_, here_->ranges, made.position);
     made.begin = seen.begin, made.end = seen.end;
+    device_check(mask_covers(p_, seen), "attention: the mask is narrower than the keys of a row");
     if (p_.mask_type != MaskType::kNone) {
       made.mask = here_->batch * p_.mask_strides[0] + head * p_.mask_strides[1] + query * p_.mask_strides[2];
     }

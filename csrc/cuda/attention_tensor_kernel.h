@@ -26,6 +26,7 @@ KIVI_DEVICE void load_rows(const AttentionParams& p, const SharedPieces<F, NT>& 
       const int64_t head = kv_head * group_heads(p) + row / p.q_len;
       state.position = query_position(ranges, query);
       const SeenKeys seen = seen_keys(p, ranges, state.position);
+      device_check(mask_covers(p, seen), "attention: the mask is narrower than the keys of a row");
       const auto in_run = [&](int64_t position) {
         const int64_t at = position - run_begin;
         return at < 0 ? int64_t{0} : at < run_tokens ? at : run_tokens;

@@ -55,6 +55,11 @@ KIVI_HOST_DEVICE inline SeenKeys seen_keys(const AttentionParams& p, const KeyRa
   return seen;
 }
 
+// Whether the mask reaches as far as these keys.
+KIVI_HOST_DEVICE inline bool mask_covers(const AttentionParams& p, const SeenKeys& seen) {
+  return p.mask_type == MaskType::kNone || p.mask_strides[3] == 0 || seen.end <= p.mask_keys;
+}
+
 // Record of group `record` (of 128 / G) of quantised page `page` of a row of the batch.
 KIVI_HOST_DEVICE inline const uint8_t* record_address(const AttentionParams& p, int64_t batch, int64_t kv_head,
                                                       int64_t page, int64_t record) {

@@ -258,7 +258,7 @@ class Layer(nn.Module):
         if self.exact_length == 0 or end > self.exact_k.size(2):
             capacity = (end + 511) // 512 * 512
             shape = [k.size(0), k.size(1), capacity, k.size(3)]
-            new_k, new_v = torch.empty(shape), torch.empty(shape)
+            new_k, new_v = k.new_empty(shape), v.new_empty(shape)
             if self.exact_length > 0:
                 new_k[:, :, : self.exact_length] = self.exact_k[:, :, : self.exact_length]
                 new_v[:, :, : self.exact_length] = self.exact_v[:, :, : self.exact_length]
@@ -281,7 +281,7 @@ class Layer(nn.Module):
             return F.scaled_dot_product_attention(grouped, keys, values).reshape(batch, heads, 1, dim)
         if tokens == self.exact_length:
             return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
-        seen = torch.ones(tokens, self.exact_length, dtype=torch.bool).tril(self.exact_length - tokens)
+        seen = torch.ones(tokens, self.exact_length, dtype=torch.bool, device=q.device).tril(self.exact_length - tokens)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, lane: int, append_first: bool) -> Tensor:

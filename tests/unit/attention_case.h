@@ -259,6 +259,7 @@ class AttentionCase {
     for (int64_t h = 0; h < spec_.num_heads; h++) sinks_.push_back(random_.normal());
     for (int64_t i = 0; i < batch_ * spec_.num_heads; i++) slopes_.push_back(0.02f * std::fabs(random_.normal()));
     const int64_t sizes[4] = {batch_, spec_.num_heads, spec_.q_len, keys_};
+    params_.mask_keys = keys_;
     int64_t count = 1;
     for (int i = 3; i >= 0; i--) {
       params_.mask_strides[i] = spec_.mask_broadcast[i] ? 0 : count;

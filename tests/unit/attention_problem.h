@@ -426,6 +426,7 @@ class Problem {
     p.mask_type = s.mask;
     if (s.mask == MaskType::kNone) return;
     const int64_t keys = *std::max_element(totals.begin(), totals.end());
+    p.mask_keys = keys;
     // Keys two apart, so that the stride of the last dimension counts.
     p.mask_strides[3] = 2;
     p.mask_strides[2] = s.broadcast_mask ? 0 : 2 * keys + 1;
