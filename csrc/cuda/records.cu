@@ -193,7 +193,7 @@ struct DequantizeArgs {
   int64_t sink_units[2];           // of these, of the sink: of K, of V
 };
 
-__global__ void __launch_bounds__(kStorageThreads) dequantize_kernel(const KIVI_GRID_CONSTANT DequantizeArgs a) {
+__global__ void __launch_bounds__(kStorageThreads, 5) dequantize_kernel(const KIVI_GRID_CONSTANT DequantizeArgs a) {
   const CacheParams& c = a.cache;
   const int64_t sink = c.format.sink_length, heads = c.format.num_kv_heads;
   SharedCarver carver;
@@ -234,7 +234,7 @@ struct TruncateArgs {
 };
 
 // One block for each row of the batch: nobody else reads the lengths that it changes.
-__global__ void __launch_bounds__(kStorageThreads, 6) truncate_kernel(const KIVI_GRID_CONSTANT TruncateArgs a) {
+__global__ void __launch_bounds__(kStorageThreads, 5) truncate_kernel(const KIVI_GRID_CONSTANT TruncateArgs a) {
   const CacheParams& c = a.cache;
   const int64_t group = c.format.group_size, over = a.length - c.format.sink_length;
   const int64_t kept = over > 0 ? over : 0;  // counted from the end of the sink
