@@ -99,11 +99,11 @@ KIVI_HOST_DEVICE inline int key_tile_end(const RecordLayout& layout, int most_pl
   return full - static_cast<int>((full - first) % kWarpThreads);
 }
 
-// The work on one group of one kv head is divided into units: tiles of keys, then runs of tokens of the values. A run
-// is as long as the longest word; one that does not fit into a tile is done piece by piece.
+// The work on one group of one kv head is divided into units, a block each: [B][Hkv][groups][key_units + value_units].
+// They are tiles of keys, then runs of tokens of the values. A run is as long as the longest word; one that does not
+// fit into a tile is done piece by piece.
 struct EncodeArgs {
   AppendParams append;
-  int64_t units;   // in all: [B][Hkv][groups][key_units + value_units]
   int64_t groups;  // blocks side by side for the groups of a row; each goes on to further ones
   int key_units, value_units;
   int most_places;   // of a tile of keys; a multiple of 32
@@ -323,18 +323,15 @@ __global__ void __launch_bounds__(kStorageThreads, 5) encode_kernel(const KIVI_G
   SharedCarver carver;
   Job& job = *carver.take<Job>(1);
   float* const numbers = carver.take<float>(tile_numbers(a));
-  for (int64_t index = blockIdx.x; index < a.units; index += gridDim.x) {
-    if (threadIdx.x == 0) {
-      begin_unit(a, index, job);
-      begin_tile(a, job);
-    }
-    __syncthreads();
-    while (job.token < job.end_token) {
-      encode_tile(a, job, numbers);
-      __syncthreads();  // before tile and job change
-      if (threadIdx.x == 0) next_tile(a, job);
-      __syncthreads();
-    }
+  if (threadIdx.x == 0) {
+    begin_unit(a, blockIdx.x, job);
+    begin_tile(a, job);
+  }
+  __syncthreads();
+  while (job.token < job.end_token) {
+    encode_tile(a, job, numbers);
+    __syncthreads();  // before tile and job change
+    if (threadIdx.x == 0) next_tile(a, job);
     __syncthreads();
   }
 }
@@ -389,17 +386,14 @@ KIVI_DEVICE void set_lengths(const AppendParams& p, int64_t batch, const RowAppe
 // Sets the lengths of a row too where one block does all of the row.
 __global__ void __launch_bounds__(kStorageThreads) commit_kernel(const KIVI_GRID_CONSTANT CommitArgs a) {
   if (a.append.overflow != nullptr && *a.append.overflow != 0) return;
-  const int64_t units = a.append.cache.batch * a.blocks_per_row;
-  for (int64_t unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const int64_t batch = unit / a.blocks_per_row;
-    const RowAppend r = row_append(a.append, batch);
-    const int64_t warp = unit % a.blocks_per_row * kStorageWarps + threadIdx.x / kWarpThreads;
-    copy_tokens(a.append, batch, true, r, warp, a.blocks_per_row * kStorageWarps);
-    copy_tokens(a.append, batch, false, r, warp, a.blocks_per_row * kStorageWarps);
-    if (a.blocks_per_row > 1) continue;
-    __syncthreads();  // all have read the lengths
-    if (threadIdx.x == 0) set_lengths(a.append, batch, r);
-  }
+  const int64_t batch = blockIdx.x / a.blocks_per_row;
+  const RowAppend r = row_append(a.append, batch);
+  const int64_t warp = blockIdx.x % a.blocks_per_row * kStorageWarps + threadIdx.x / kWarpThreads;
+  copy_tokens(a.append, batch, true, r, warp, a.blocks_per_row * kStorageWarps);
+  copy_tokens(a.append, batch, false, r, warp, a.blocks_per_row * kStorageWarps);
+  if (a.blocks_per_row > 1) return;
+  __syncthreads();  // all have read the lengths
+  if (threadIdx.x == 0) set_lengths(a.append, batch, r);
 }
 
 __global__ void __launch_bounds__(kStorageThreads) set_lengths_kernel(const KIVI_GRID_CONSTANT AppendParams p) {
@@ -437,11 +431,13 @@ cudaError_t launch_encode(const AppendParams& p, cudaStream_t stream) {
   a.value_stride = tile_stride(layout.v_channels);
   // As many groups may leave the window of a row as there are in the new tokens, and one more.
   a.groups = p.tokens <= f.group_size ? 1 : ceil_div(p.tokens, f.group_size);
-  a.units = p.cache.batch * f.num_kv_heads * a.groups * (a.key_units + a.value_units);
+  const int64_t units = p.cache.batch * f.num_kv_heads * a.groups * (a.key_units + a.value_units);
+  if (!fits_grid(units)) return cudaErrorInvalidConfiguration;
   a.wide_keys = p.cache.k_order == nullptr && is_wide(p, true);
   a.wide_values = is_wide(p, false);
   const size_t bytes = round_up(sizeof(Job), 16) + tile_numbers(a) * sizeof(float);
-  return launch(encode_kernel, "append_encode", dim3(grid_blocks(a.units)), dim3(kStorageThreads), bytes, stream, a);
+  return launch(encode_kernel, "append_encode", dim3(static_cast<unsigned>(units)), dim3(kStorageThreads), bytes,
+                stream, a);
 }
 
 cudaError_t launch_commit(const AppendParams& p, cudaStream_t stream) {
@@ -449,9 +445,11 @@ cudaError_t launch_commit(const AppendParams& p, cudaStream_t stream) {
   constexpr int64_t kRowsOfBlock = 64, kAloneAtMost = 256;
   const int64_t exact = window_capacity(p.cache.format) + p.cache.format.sink_length;
   const int64_t rows = p.cache.format.num_kv_heads * (p.tokens < exact ? p.tokens : exact);
-  CommitArgs a{p, rows <= kAloneAtMost ? 1 : ceil_div(rows, kRowsOfBlock)};
-  const cudaError_t error = launch(commit_kernel, "append_commit", dim3(grid_blocks(p.cache.batch * a.blocks_per_row)),
-                                   dim3(kStorageThreads), 0, stream, a);
+  const CommitArgs a{p, rows <= kAloneAtMost ? 1 : ceil_div(rows, kRowsOfBlock)};
+  if (!fits_grid(p.cache.batch * a.blocks_per_row)) return cudaErrorInvalidConfiguration;
+  const cudaError_t error =
+      launch(commit_kernel, "append_commit", dim3(static_cast<unsigned>(p.cache.batch * a.blocks_per_row)),
+             dim3(kStorageThreads), 0, stream, a);
   if (error != cudaSuccess || a.blocks_per_row == 1) return error;
   return launch(set_lengths_kernel, "append_set_lengths", dim3(grid_blocks(ceil_div(p.cache.batch, kStorageThreads))),
                 dim3(kStorageThreads), 0, stream, p);

@@ -193,37 +193,35 @@ struct DequantizeArgs {
   int64_t sink_units[2];           // of these, of the sink: of K, of V
 };
 
-__global__ void __launch_bounds__(kStorageThreads) dequantize_kernel(const KIVI_GRID_CONSTANT DequantizeArgs a) {
+__global__ void __launch_bounds__(kStorageThreads, 5) dequantize_kernel(const KIVI_GRID_CONSTANT DequantizeArgs a) {
   const CacheParams& c = a.cache;
   const int64_t sink = c.format.sink_length, heads = c.format.num_kv_heads;
   SharedCarver carver;
   float* const numbers = carver.take<float>(decode_numbers(c.format, c.layout));
-  const int64_t per_head = a.key_units + a.value_units, units = c.batch * heads * per_head;
-  for (int64_t index = blockIdx.x; index < units; index += gridDim.x) {
-    const int64_t row = index / per_head, in_head = index % per_head;
-    const bool keys = in_head < a.key_units;
-    const int64_t unit = keys ? in_head : in_head - a.key_units, sinks = a.sink_units[keys ? 0 : 1];
-    const int64_t batch = row / heads, head = row % heads;
-    const int64_t tokens = decode_shape(c.format, c.layout, keys).tokens;
-    const RowLengths lengths = row_lengths(c, batch);
-    const ExactTokens exact = exact_tokens(c, keys);
-    // Positions [begin, end) of the row, of which those before `held` exist.
-    const bool in_sink = unit < sinks;
-    const int64_t begin = in_sink ? unit * tokens : sink + (unit - sinks) * tokens;
-    const int64_t limit = in_sink && sink < a.length ? sink : a.length;
-    const int64_t end = begin + tokens < limit ? begin + tokens : limit;
-    const int64_t held = lengths.held < begin ? begin : lengths.held < end ? lengths.held : end;
-    char* const target = (keys ? a.k : a.v) + (row * a.length + begin) * exact.row_bytes;
-    if (in_sink) {
-      copy_bytes(target, exact.sink_row(batch, head, begin), (held - begin) * exact.row_bytes);
-    } else if (begin - sink >= lengths.quantized) {
-      const char* const source = exact.window_row(batch, head, (begin - sink) % exact.capacity);
-      copy_bytes(target, source, (held - begin) * exact.row_bytes);
-    } else if (held > begin) {
-      decode_tile(c, batch, head, keys, begin - sink, static_cast<int>(held - begin), target, numbers);
-    }
-    zero_bytes(target + (held - begin) * exact.row_bytes, (end - held) * exact.row_bytes);
+  const int64_t per_head = a.key_units + a.value_units;
+  const int64_t row = blockIdx.x / per_head, in_head = blockIdx.x % per_head;
+  const bool keys = in_head < a.key_units;
+  const int64_t unit = keys ? in_head : in_head - a.key_units, sinks = a.sink_units[keys ? 0 : 1];
+  const int64_t batch = row / heads, head = row % heads;
+  const int64_t tokens = decode_shape(c.format, c.layout, keys).tokens;
+  const RowLengths lengths = row_lengths(c, batch);
+  const ExactTokens exact = exact_tokens(c, keys);
+  // Positions [begin, end) of the row, of which those before `held` exist.
+  const bool in_sink = unit < sinks;
+  const int64_t begin = in_sink ? unit * tokens : sink + (unit - sinks) * tokens;
+  const int64_t limit = in_sink && sink < a.length ? sink : a.length;
+  const int64_t end = begin + tokens < limit ? begin + tokens : limit;
+  const int64_t held = lengths.held < begin ? begin : lengths.held < end ? lengths.held : end;
+  char* const target = (keys ? a.k : a.v) + (row * a.length + begin) * exact.row_bytes;
+  if (in_sink) {
+    copy_bytes(target, exact.sink_row(batch, head, begin), (held - begin) * exact.row_bytes);
+  } else if (begin - sink >= lengths.quantized) {
+    const char* const source = exact.window_row(batch, head, (begin - sink) % exact.capacity);
+    copy_bytes(target, source, (held - begin) * exact.row_bytes);
+  } else if (held > begin) {
+    decode_tile(c, batch, head, keys, begin - sink, static_cast<int>(held - begin), target, numbers);
   }
+  zero_bytes(target + (held - begin) * exact.row_bytes, (end - held) * exact.row_bytes);
 }
 
 // ---- truncate --------------------------------------------------------------------------------------
@@ -234,34 +232,33 @@ struct TruncateArgs {
 };
 
 // One block for each row of the batch: nobody else reads the lengths that it changes.
-__global__ void __launch_bounds__(kStorageThreads, 6) truncate_kernel(const KIVI_GRID_CONSTANT TruncateArgs a) {
+__global__ void __launch_bounds__(kStorageThreads, 5) truncate_kernel(const KIVI_GRID_CONSTANT TruncateArgs a) {
   const CacheParams& c = a.cache;
   const int64_t group = c.format.group_size, over = a.length - c.format.sink_length;
   const int64_t kept = over > 0 ? over : 0;  // counted from the end of the sink
   const int64_t whole = kept / group * group;
   SharedCarver carver;
   float* const numbers = carver.take<float>(decode_numbers(c.format, c.layout));
-  for (int64_t batch = blockIdx.x; batch < c.batch; batch += gridDim.x) {
-    const RowLengths lengths = row_lengths(c, batch);
-    const bool cut = lengths.held > a.length && whole < lengths.quantized;
-    // The kept part of the group that is cut becomes exact: its dequantised values move into the window. That holds
-    // nothing else that is kept, since it begins after the quantised tokens.
-    for (int side = 0; cut && side < 2; side++) {
-      const ExactTokens exact = exact_tokens(c, side == 0);
-      const int64_t tokens = decode_shape(c.format, c.layout, side == 0).tokens;
-      for (int64_t head = 0; head < c.format.num_kv_heads; head++) {
-        for (int64_t token = whole; token < kept; token += tokens) {
-          const int64_t count = kept - token < tokens ? kept - token : tokens;
-          decode_tile(c, batch, head, side == 0, token, static_cast<int>(count),
-                      exact.window_row(batch, head, token % exact.capacity), numbers);
-        }
+  const int64_t batch = blockIdx.x;
+  const RowLengths lengths = row_lengths(c, batch);
+  const bool cut = lengths.held > a.length && whole < lengths.quantized;
+  // The kept part of the group that is cut becomes exact: its dequantised values move into the window. That holds
+  // nothing else that is kept, since it begins after the quantised tokens.
+  for (int side = 0; cut && side < 2; side++) {
+    const ExactTokens exact = exact_tokens(c, side == 0);
+    const int64_t tokens = decode_shape(c.format, c.layout, side == 0).tokens;
+    for (int64_t head = 0; head < c.format.num_kv_heads; head++) {
+      for (int64_t token = whole; token < kept; token += tokens) {
+        const int64_t count = kept - token < tokens ? kept - token : tokens;
+        decode_tile(c, batch, head, side == 0, token, static_cast<int>(count),
+                    exact.window_row(batch, head, token % exact.capacity), numbers);
       }
     }
-    __syncthreads();  // all have read the lengths
-    if (threadIdx.x != 0) continue;
-    if (lengths.held > a.length) c.lengths[batch] = a.length;
-    if (cut) c.quantized_lengths[batch] = whole;
   }
+  __syncthreads();  // all have read the lengths
+  if (threadIdx.x != 0) return;
+  if (lengths.held > a.length) c.lengths[batch] = a.length;
+  if (cut) c.quantized_lengths[batch] = whole;
 }
 
 // ---- widen -----------------------------------------------------------------------------------------
@@ -330,13 +327,15 @@ cudaError_t dequantize_cache(const CacheParams& cache, int64_t length, void* k, 
     (keys ? a.key_units : a.value_units) = ceil_div(sinks, tokens) + ceil_div(length - sinks, tokens);
   }
   const int64_t units = cache.batch * f.num_kv_heads * (a.key_units + a.value_units);
-  return launch(dequantize_kernel, "dequantize_cache", dim3(grid_blocks(units)), dim3(kStorageThreads),
+  if (!fits_grid(units)) return cudaErrorInvalidConfiguration;
+  return launch(dequantize_kernel, "dequantize_cache", dim3(static_cast<unsigned>(units)), dim3(kStorageThreads),
                 decode_numbers(f, cache.layout) * sizeof(float), stream, a);
 }
 
 cudaError_t truncate(const CacheParams& cache, int64_t length, cudaStream_t stream) {
   if (cache.batch == 0) return cudaSuccess;
-  return launch(truncate_kernel, "truncate", dim3(grid_blocks(cache.batch)), dim3(kStorageThreads),
+  if (!fits_grid(cache.batch)) return cudaErrorInvalidConfiguration;
+  return launch(truncate_kernel, "truncate", dim3(static_cast<unsigned>(cache.batch)), dim3(kStorageThreads),
                 decode_numbers(cache.format, cache.layout) * sizeof(float), stream, TruncateArgs{cache, length});
 }
 

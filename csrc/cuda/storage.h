@@ -379,10 +379,12 @@ KIVI_DEVICE RowLengths row_lengths(const CacheParams& c, int64_t batch) {
   return r;
 }
 
-// Blocks for so many units of work, which the kernels step through.
+// Blocks for so many units of work that the kernel steps through.
 inline unsigned grid_blocks(int64_t units) {
   constexpr int64_t kMost = 0x7FFFFFFF;
   return static_cast<unsigned>(units < kMost ? units : kMost);
 }
+// Whether a grid of one block a unit is possible.
+inline bool fits_grid(int64_t units) { return units <= 0x7FFFFFFF; }
 
 }  // namespace kivi::cuda

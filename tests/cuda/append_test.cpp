@@ -222,7 +222,7 @@ TEST(Append, AfterATruncation) {
 
 TEST(Append, AFullWindow) {
   Format f = small_format(32);
-  f.residual_length = 64, f.sink_length = 0;
+  f.num_kv_heads = 1, f.residual_length = 64, f.sink_length = 0;
   ASSERT_EQ(window_capacity(f), 96);
   CacheModel model(f, Element::kFloat32, 1, 500);
   ASSERT_TRUE(model.append(NewTokens(f, model.type, 1, 95, 1)));
