@@ -69,7 +69,7 @@ bool tensor_parts_support(const AttentionParams& p) {
   }
   constexpr int64_t kMostBlocks = 65535;  // of the second and third axis of a grid
   const int64_t tiles = ceil_div(query_rows(p), int64_t{tensor::kTileRows});
-  return p.batch <= kMostBlocks && p.format.num_kv_heads * tiles <= kMostBlocks;
+  return p.batch <= kMostBlocks && p.format.num_kv_heads * tiles <= kMostBlocks && p.q_len <= kMostBlocks;
 }
 
 cudaError_t launch_tensor_parts(const AttentionParams& p, int64_t parts, float* scratch, cudaStream_t stream) {

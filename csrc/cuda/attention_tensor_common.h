@@ -91,6 +91,7 @@ struct RowState {
   float slope;       // ALiBi
   int64_t position;  // of the query
   int64_t mask;      // offset of its first key
+  int64_t query;     // offset of its first channel
 };
 
 template <class F, int NT>
@@ -149,13 +150,16 @@ struct SeenByTile {
 };
 template <int Rows>
 KIVI_DEVICE SeenByTile seen_by_tile(const RowState* rows) {
-  SeenByTile seen{1 << 30, 0, 0, 1 << 30};
-#pragma unroll 1
-  for (int r = 0; r < Rows; r++) {
-    const int begin = rows[r].begin, end = rows[r].end;
-    if (begin >= end) continue;
-    seen.begin = min(seen.begin, begin), seen.end = max(seen.end, end);
-    seen.all_begin = max(seen.all_begin, begin), seen.all_end = min(seen.all_end, end);
+  static_assert(Rows <= kWarpThreads && (Rows & (Rows - 1)) == 0);
+  const RowState& row = rows[threadIdx.x % Rows];
+  const bool none = row.begin >= row.end;
+  SeenByTile seen{none ? 1 << 30 : row.begin, none ? 0 : row.end, none ? 0 : row.begin, none ? 1 << 30 : row.end};
+#pragma unroll
+  for (int step = 1; step < Rows; step *= 2) {
+    seen.begin = min(seen.begin, __shfl_xor_sync(kFullWarp, seen.begin, step));
+    seen.end = max(seen.end, __shfl_xor_sync(kFullWarp, seen.end, step));
+    seen.all_begin = max(seen.all_begin, __shfl_xor_sync(kFullWarp, seen.all_begin, step));
+    seen.all_end = min(seen.all_end, __shfl_xor_sync(kFullWarp, seen.all_end, step));
   }
   return seen;
 }

@@ -10,20 +10,30 @@
 
 namespace kivi::cuda::tensor {
 
+// The kernel's parameters. What the host can divide it divides: a division of 64 bits takes a hundred instructions, and
+// parts may be short.
+struct TensorArguments {
+  AttentionParams attention;
+  float* scratch;
+  int parts;
+  int group_heads, q_len, rows, tiles;  // of a kv head: query heads, queries, rows = heads * queries, tiles of rows
+};
+
 // Rows of the tile, and their queries: normalised float16 in the order of the record's channels, or for exact tokens as
 // they are.
 template <class F, int NT>
-KIVI_DEVICE void load_rows(const AttentionParams& p, const SharedPieces<F, NT>& shared, const KeyRanges& ranges,
-                           int64_t batch, int64_t kv_head, int64_t first_row, bool exact, const ExactTokens& tokens,
+KIVI_DEVICE void load_rows(const TensorArguments& arguments, const SharedPieces<F, NT>& shared, const KeyRanges& ranges,
+                           int64_t batch, int64_t kv_head, int first_row, bool exact, const ExactTokens& tokens,
                            int64_t run_begin, int64_t run_tokens) {
   constexpr int D = F::kD, kRows = NT * kTileRows;
+  const AttentionParams& p = arguments.attention;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpThreads, lane = thread % kWarpThreads;
-  const int64_t rows = query_rows(p);
   if (thread < kRows) {
-    RowState state{0, 0, 0, 0.0f, 0, 0};
-    const int64_t row = first_row + thread, query = row % p.q_len;
-    if (row < rows && query < ranges.rows) {
-      const int64_t head = kv_head * group_heads(p) + row / p.q_len;
+    RowState state{0, 0, 0, 0.0f, 0, 0, 0};
+    const int row = first_row + thread, head_of_group = row / arguments.q_len;
+    const int64_t query = row - head_of_group * arguments.q_len;
+    if (row < arguments.rows && query < ranges.rows) {
+      const int64_t head = kv_head * arguments.group_heads + head_of_group;
       state.position = query_position(ranges, query);
       const SeenKeys seen = seen_keys(p, ranges, state.position);
       device_check(mask_covers(p, seen), "attention: the mask is narrower than the keys of a row");
@@ -35,6 +45,7 @@ KIVI_DEVICE void load_rows(const AttentionParams& p, const SharedPieces<F, NT>& 
       state.end = static_cast<int>(exact ? tokens.before(seen.end) : in_run(seen.end));
       if (p.alibi_slopes != nullptr) state.slope = p.alibi_slopes[batch * p.alibi_batch_stride + head];
       state.mask = batch * p.mask_strides[0] + head * p.mask_strides[1] + query * p.mask_strides[2];
+      state.query = batch * p.q_batch_stride + head * p.q_head_stride + query * p.q_row_stride;
     }
     shared.rows[thread] = state;
   }
@@ -44,9 +55,7 @@ KIVI_DEVICE void load_rows(const AttentionParams& p, const SharedPieces<F, NT>& 
   for (int r = warp; r < kRows; r += kWarps) {
     auto* const to = reinterpret_cast<uint16_t*>(shared.queries + r * (2 * D + 16));
     const bool used = shared.rows[r].begin < shared.rows[r].end;
-    const int64_t row = first_row + r, head = kv_head * group_heads(p) + row / p.q_len;
-    const int64_t at = batch * p.q_batch_stride + head * p.q_head_stride + row % p.q_len * p.q_row_stride;
-    const auto* const q = static_cast<const uint16_t*>(p.q) + (used ? at : 0);
+    const auto* const q = static_cast<const uint16_t*>(p.q) + shared.rows[r].query;
     if (exact) {
       for (int i = lane; i < D; i += kWarpThreads) to[i] = used ? q[i] : uint16_t{0};
       continue;
@@ -78,46 +87,67 @@ KIVI_DEVICE void load_rows(const AttentionParams& p, const SharedPieces<F, NT>& 
 
 // Joins the warps' sums and writes the part's results. `of_exact`: which map of tiles to channels they have.
 template <class F, int NT>
-KIVI_DEVICE void join_warps(const SharedPieces<F, NT>& shared, const WarpSums<F::kD, NT>& sums, bool of_exact,
-                            int64_t rows, float* out) {
+KIVI_DEVICE void join_warps(const SharedPieces<F, NT>& shared, const WarpSums<F::kD, NT>& sums, bool of_exact, int rows,
+                            float* out) {
   constexpr int D = F::kD, kRows = NT * kTileRows, kStride = D + 4;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpThreads, lane = thread % kWarpThreads;
   const int gid = lane / 4, tq = lane % 4;
   auto* const acc = reinterpret_cast<float*>(shared.main);  // [warp][row][D + 4]
-  __syncthreads();                                          // the rings are free
+  // A lane's places in a row: tile c, half h of the exact tokens at 16c + 8h, of records at 32 (c / 2) + 2 (c % 2) + h;
+  // a last half of 32 channels at 16c + h.
+  const int exact_place = gid, record_place = 4 * gid, short_place = 2 * gid;
+  __syncthreads();  // the rings are free
 #pragma unroll
   for (int n = 0; n < NT; n++) {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int row = warp * kRows + 8 * n + 2 * tq + j;
+      float* const to = acc + row * kStride;
+      if (of_exact) {
 #pragma unroll
-      for (int c = 0; c < D / 16; c++) {
+        for (int c = 0; c < D / 16; c++) {
+          to[exact_place + 16 * c] = sums.acc[n][c][j], to[exact_place + 16 * c + 8] = sums.acc[n][c][2 + j];
+        }
+      } else {
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int of_records =
-              32 * (c / 2) + (16 * c + 16 == D && D % 32 != 0 ? 2 * gid + h : 4 * gid + c % 2 * 2 + h);
-          acc[row * kStride + (of_exact ? 16 * c + gid + 8 * h : of_records)] = sums.acc[n][c][2 * h + j];
+        for (int c = 0; c < D / 32; c++) {
+          *reinterpret_cast<float4*>(to + record_place + 32 * c) =
+              make_float4(sums.acc[n][2 * c][j], sums.acc[n][2 * c][2 + j], sums.acc[n][2 * c + 1][j],
+                          sums.acc[n][2 * c + 1][2 + j]);
+        }
+        if constexpr (D % 32 != 0) {
+          to[short_place + D - 16] = sums.acc[n][D / 16 - 1][j],
+                               to[short_place + D - 15] = sums.acc[n][D / 16 - 1][2 + j];
         }
       }
       if (gid == 0) shared.max[row] = sums.max[n][j], shared.sum[row] = sums.sum[n][j];
     }
   }
   __syncthreads();  // the warps' sums
-  for (int i = thread; i < kRows * D; i += kThreads) {
-    const int row = i / D, channel = i % D;
-    if (row >= rows) break;
-    float top = kNone, sum = 0, total = 0;
+  for (int row = warp; row < rows; row += kWarps) {
+    float top = kNone, sum = 0, weight[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; w++) top = fmaxf(top, shared.max[w * kRows + row]);
 #pragma unroll
     for (int w = 0; w < kWarps; w++) {
-      const float weight = exp2_fast(shared.max[w * kRows + row] - top);
-      sum += weight * shared.sum[w * kRows + row];
-      total += weight * acc[(w * kRows + row) * kStride + channel];
+      weight[w] = exp2_fast(shared.max[w * kRows + row] - top);
+      sum += weight[w] * shared.sum[w * kRows + row];
     }
     float* const to = out + row * int64_t{D + 2};
-    to[channel] = total;
-    if (channel == 0) to[D] = top == kNone ? -INFINITY : top, to[D + 1] = sum;
+#pragma unroll
+    for (int i = 0; i < (D / 2 + kWarpThreads - 1) / kWarpThreads; i++) {
+      const int channel = 2 * (kWarpThreads * i + lane);
+      if (channel < D) {
+        float2 total = make_float2(0, 0);
+#pragma unroll
+        for (int w = 0; w < kWarps; w++) {
+          const float2 x = *reinterpret_cast<const float2*>(acc + (w * kRows + row) * kStride + channel);
+          total.x += weight[w] * x.x, total.y += weight[w] * x.y;
+        }
+        *reinterpret_cast<float2*>(to + channel) = total;
+      }
+    }
+    if (lane == 0) to[D] = top == kNone ? -INFINITY : top, to[D + 1] = sum;
   }
 }
 
@@ -131,16 +161,20 @@ constexpr int min_blocks() {
 
 template <class F, int NT, bool Rules>
 __global__ void __launch_bounds__(kThreads, min_blocks<F, NT, Rules>())
-    tensor_parts_kernel(const KIVI_GRID_CONSTANT AttentionParams p, int64_t parts, float* scratch) {
+    tensor_parts_kernel(const KIVI_GRID_CONSTANT TensorArguments arguments) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int D = F::kD, kRows = NT * kTileRows;
+  const AttentionParams& p = arguments.attention;
   const SharedPieces<F, NT> shared;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int64_t part = blockIdx.x, batch = blockIdx.z, rows = query_rows(p);
-  const int64_t tiles = ceil_div(rows, int64_t{kRows});
-  const int64_t kv_head = blockIdx.y / tiles, first_row = blockIdx.y % tiles * kRows;
-  const int64_t tile_rows = rows - first_row < kRows ? rows - first_row : kRows;
-  float* const out = scratch + part_offset(p, parts, batch, kv_head, part, first_row);
+  const int thread = static_cast<int>(threadIdx.x), part = static_cast<int>(blockIdx.x);
+  const int kv_head = static_cast<int>(blockIdx.y) / arguments.tiles;
+  const int first_row = (static_cast<int>(blockIdx.y) - kv_head * arguments.tiles) * kRows;
+  const int tile_rows = min(arguments.rows - first_row, kRows);
+  const int64_t batch = blockIdx.z;
+  // part_offset of cuda/parts.h.
+  const int64_t cell =
+      ((batch * p.format.num_kv_heads + kv_head) * arguments.parts + part) * arguments.rows + first_row;
+  float* const out = arguments.scratch + cell * (D + 2);
 
   const KeyRanges ranges = key_ranges(p, batch);
   const ExactTokens tokens(ranges);
@@ -158,7 +192,10 @@ __global__ void __launch_bounds__(kThreads, min_blocks<F, NT, Rules>())
     return;
   }
   if (thread < kMaxPages && thread < ceil_div(run_tokens, kPageTokens)) {
-    shared.pages[thread] = record_address(p, batch, kv_head, first_page + thread, 0);
+    // record_address of format/keys.h, of record 0.
+    const int64_t id = p.block_table[batch * p.block_table_stride + first_page + thread];
+    constexpr int64_t kHeadBytes = kPageTokens / F::kG * F::kRecordBytes;
+    shared.pages[thread] = p.pool + id * p.page_bytes + kv_head * kHeadBytes;
   }
   if (thread < 8) {
     const uint32_t value = thread < 4 ? 0x3C003C00u : 0u;  // ones, then zeros
@@ -166,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks<F, NT, Rules>())
         F::kScaleBytes == 1 ? shared.expanded + kWarps * F::kExpanded : shared.main + SharedSizes<F, NT>::kMain;
     reinterpret_cast<uint32_t*>(constants)[thread] = value;
   }
-  load_rows<F, NT>(p, shared, ranges, batch, kv_head, first_row, exact, tokens, run_position, run_tokens);
+  load_rows<F, NT>(arguments, shared, ranges, batch, kv_head, first_row, exact, tokens, run_position, run_tokens);
   __syncthreads();  // pages, constants and queries
 
   WarpSums<D, NT> sums;
@@ -181,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, min_blocks<F, NT, Rules>())
   }
   join_warps<F, NT>(shared, sums, exact, tile_rows, out);
 #else
-  (void)p, (void)parts, (void)scratch;
+  (void)arguments;
 #if defined(__CUDA_ARCH__)
   __trap();
 #endif
@@ -219,10 +256,13 @@ struct TensorParts {
     const cudaError_t error = cudaFuncSetAttribute(
         reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));
     if (error != cudaSuccess) return error;
-    const int64_t tiles = ceil_div(query_rows(p), NT * kTileRows);
+    const auto rows = static_cast<int>(query_rows(p));
+    const int tiles = (rows + NT * kTileRows - 1) / (NT * kTileRows);
+    const TensorArguments arguments{
+        p, scratch, static_cast<int>(parts), static_cast<int>(group_heads(p)), static_cast<int>(p.q_len), rows, tiles};
     const dim3 grid(static_cast<unsigned>(parts), static_cast<unsigned>(p.format.num_kv_heads * tiles),
                     static_cast<unsigned>(p.batch));
-    return launch(kernel, "tensor_parts", grid, dim3(kThreads), kBytes, stream, p, parts, scratch);
+    return launch(kernel, "tensor_parts", grid, dim3(kThreads), kBytes, stream, arguments);
   }
   static cudaError_t launch_parts(const AttentionParams& p, bool rules, int64_t parts, float* scratch,
                                   cudaStream_t stream);

@@ -46,10 +46,12 @@ class RecordAttention {
     begin_ = first > warp_ ? (first - warp_ + kWarps - 1) / kWarps : 0;
     end_ = last > warp_ ? (last - warp_ + kWarps - 1) / kWarps : 0;
     make_copies();
+    load_first();  // it comes while queries and zeros are prepared
     make_addresses();
     load_queries();
     if (begin_ < end_) multiply_zeros();
     for (float top = kTop;; top = 0) {
+      if (top != kTop) load_first();
       attend(sums, top);
       float check = 0;  // NaN if anything overflowed
 #pragma unroll
@@ -98,6 +100,11 @@ class RecordAttention {
                    page + source_[kSource] + F::copy_distance(kSource, k, true), valid ? 16 : 0);
       }
     });
+  }
+
+  KIVI_DEVICE void load_first() const {
+    if (begin_ < end_) load(begin_, 0);
+    cp_async_commit();
   }
 
   // ---- addresses of this lane in a chunk
@@ -256,8 +263,6 @@ class RecordAttention {
 #pragma unroll
       for (int j = 0; j < 2; j++) m[n][j] = kNone, limit[n][j] = kNone;
     }
-    if (begin_ < end_) load(begin_, 0);
-    cp_async_commit();
     int stage = 0;
     int zero_product = warp_ * S::kZeroProducts + 2 * tq_;
 #pragma unroll 1
