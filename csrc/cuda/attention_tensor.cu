@@ -55,6 +55,7 @@ bool device_fits(size_t shared_bytes) {
 }  // namespace
 
 bool tensor_parts_support(const AttentionParams& p) {
+  if (p.exact) return false;  // asked for fp32
   if (p.q_type != Element::kFloat16 && p.q_type != Element::kBFloat16) return false;
   if (p.cache_type != p.q_type || (p.new_len > 0 && p.new_type != p.q_type)) return false;
   const Entry* const entry = find_entry(p);
