@@ -87,16 +87,16 @@ __global__ void __launch_bounds__(kMergeThreads)
   // The exact tokens, then the learned logit, in the denominator only. From here on a thread keeps to its channels.
   const SoftmaxState exact = state_of(0);
   const Join join(all, exact);
-  const SoftmaxState total = exact.is_empty() ? all : join.state;
+  const SoftmaxState total = join.state;
   const float sink_logit = p.sinks != nullptr ? p.sinks[head] : -bits_float(kFloatInf);
   const bool seen = !total.is_empty();
   float factor = 0.0f, lse = sink_logit;
   if (seen) {
-    const float none = -bits_float(kFloatInf);
+    // A row that has seen a key without a maximum has seen NaN, and its sum says so.
     const float sink = sink_logit * kLog2E;
     const float top = fmaxf(total.max, sink);
-    const float shrink = total.max == none ? 0.0f : exp2f(total.max - top);
-    const float denominator = total.sum * shrink + (sink == none ? 0.0f : exp2f(sink - top));
+    const float shrink = exp2f(total.max - top);
+    const float denominator = total.sum * shrink + exp2f(sink - top);
     factor = shrink / denominator;
     lse = (top + log2f(denominator)) * kLn2;
   }

@@ -549,6 +549,26 @@ TEST(GenericAttention, SeenNaNsShow) {
   }
 }
 
+// A record has room for a whole line of channels; what stands in that which is left over has no part in a result.
+TEST(GenericAttention, PaddingOfRecordsDoesNotMatter) {
+  Format f = make_format(1, 37, 21, 2, 2, 32);
+  f.residual_length = 0;
+  AttentionSpec s = attention_spec(f);
+  s.cached = {4 + 160};
+  AttentionCase clean(s), dirty(s);
+  const RecordLayout& r = dirty.layout();
+  for (int64_t group = 0; group < 5; group++) {
+    uint8_t* const record = dirty.record(0, 0, group);
+    for (const int64_t section : {r.k_scale, r.k_zero}) {
+      std::memset(record + section + 37 * r.scale_bytes, 0xFF, static_cast<size_t>(11 * r.scale_bytes));
+    }
+    for (int64_t word = 0; word < r.v_words[0]; word++) {  // channels 21 to 31
+      std::memset(record + r.v_codes[0] + (2 * word + 1) * kLineBytes + 5 * 4, 0xFF, 11 * 4);
+    }
+  }
+  expect_same_bits(DeviceAttention(dirty.params()).run(), DeviceAttention(clean.params()).run());
+}
+
 // A key that counts for nothing beside the others is still seen: its NaN shows, whether the other rows of the block see
 // all keys or not.
 TEST(GenericAttention, NaNOfWeightZeroShows) {
