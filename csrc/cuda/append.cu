@@ -318,8 +318,8 @@ KIVI_DEVICE void next_tile(const EncodeArgs& a, Job& job) {
   begin_tile(a, job);
 }
 
-// Five blocks a multiprocessor: 96 registers a thread, the most that can be had without spills.
-__global__ void __launch_bounds__(kStorageThreads, 5) encode_kernel(const KIVI_GRID_CONSTANT EncodeArgs a) {
+// Six blocks of a multiprocessor at once: up to 80 registers a thread, which is enough without spills.
+__global__ void __launch_bounds__(kStorageThreads, 6) encode_kernel(const KIVI_GRID_CONSTANT EncodeArgs a) {
   SharedCarver carver;
   Job& job = *carver.take<Job>(1);
   float* const numbers = carver.take<float>(tile_numbers(a));
@@ -351,8 +351,7 @@ KIVI_DEVICE void copy_tokens(const AppendParams& p, int64_t batch, bool keys, co
   const int64_t sinks = (r.after < sink ? r.after : sink) - r.before;  // new tokens that join the sink
   const int64_t to_sink = sinks > 0 ? sinks : 0;
   // Of the others, those that stay exact, counted from the end of the sink.
-  int64_t begin = r.before - sink > r.quantized_after ? r.before - sink : r.quantized_after;
-  if (begin < 0) begin = 0;
+  const int64_t begin = r.before - sink > r.quantized_after ? r.before - sink : r.quantized_after;
   const int64_t to_window = r.after - sink > begin ? r.after - sink - begin : 0;
   const int64_t tokens = to_sink + to_window;
   const int64_t* const strides = keys ? p.k_strides : p.v_strides;

@@ -231,7 +231,7 @@ struct TruncateArgs {
   int64_t length;
 };
 
-// One block for each row of the batch: nobody else reads the lengths that it changes.
+// One block for each row of the batch, whose first thread reads and changes the lengths.
 __global__ void __launch_bounds__(kStorageThreads, 5) truncate_kernel(const KIVI_GRID_CONSTANT TruncateArgs a) {
   const CacheParams& c = a.cache;
   const int64_t group = c.format.group_size, over = a.length - c.format.sink_length;
@@ -240,8 +240,10 @@ __global__ void __launch_bounds__(kStorageThreads, 5) truncate_kernel(const KIVI
   SharedCarver carver;
   float* const numbers = carver.take<float>(decode_numbers(c.format, c.layout));
   const int64_t batch = blockIdx.x;
-  const RowLengths lengths = row_lengths(c, batch);
-  const bool cut = lengths.held > a.length && whole < lengths.quantized;
+  KIVI_SHARED(RowLengths, lengths);
+  if (threadIdx.x == 0) lengths = row_lengths(c, batch);
+  __syncthreads();
+  const bool cut = whole < lengths.quantized;  // then the row holds more than `length`
   // The kept part of the group that is cut becomes exact: its dequantised values move into the window. That holds
   // nothing else that is kept, since it begins after the quantised tokens.
   for (int side = 0; cut && side < 2; side++) {
@@ -255,7 +257,6 @@ __global__ void __launch_bounds__(kStorageThreads, 5) truncate_kernel(const KIVI
       }
     }
   }
-  __syncthreads();  // all have read the lengths
   if (threadIdx.x != 0) return;
   if (lengths.held > a.length) c.lengths[batch] = a.length;
   if (cut) c.quantized_lengths[batch] = whole;
@@ -271,7 +272,7 @@ struct WidenArgs {
   int64_t count;
 };
 
-// Numbers [0, count) of a section of scales, and of the zeros beside it; the rest of the section becomes 0.
+// A section of scales, and the zeros beside it. Sections of float32 are full: 16 numbers are 64 bytes.
 KIVI_DEVICE void widen_section(const WidenArgs& a, bool keys, const uint8_t* record, uint8_t* out) {
   const RecordLayout &x = a.old_layout, &y = a.new_layout;
   const bool has_zeros = keys || !a.from.v_symmetric;
@@ -291,11 +292,6 @@ KIVI_DEVICE void widen_section(const WidenArgs& a, bool keys, const uint8_t* rec
     Choice c;
     c.scale = q.scale, c.zero = q.zero;
     store_group(y, bits, scales, zeros, i, c);
-  }
-  const int64_t used = count * y.scale_bytes, size = round_up(used, record_alignment(a.to.scale_type));
-  for (int64_t i = used + threadIdx.x; i < size; i += kStorageThreads) {
-    scales[i] = 0;
-    if (has_zeros) zeros[i] = 0;
   }
 }
 

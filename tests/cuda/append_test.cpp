@@ -178,6 +178,16 @@ TEST(Append, Strides) {
     check_one_shot(f, type, 150, x);
     x.k_strides[2] = x.v_strides[2] = 0;
     check_one_shot(f, type, 150, x);
+    // Only the heads, or only the tokens, are off every boundary.
+    for (const auto& [head, token] : {std::pair<int64_t, int64_t>{1, 0}, {0, 1}}) {
+      NewTokens y(f, type, 1, 150, 3, 0, 8);
+      y.k = Array(type, 2 * 150 * 64), y.v = y.k;
+      Random random(1);
+      for (int64_t i = 0; i < y.k.size(); i++) y.k.set(i, random.normal()), y.v.set(i, random.normal());
+      y.k_strides[1] = y.v_strides[1] = 150 * 56 + head;
+      y.k_strides[2] = y.v_strides[2] = 48 + token;
+      check_one_shot(f, type, 150, y);
+    }
   }
 }
 
@@ -230,7 +240,7 @@ TEST(Append, AFullWindow) {
   ASSERT_TRUE(model.append(NewTokens(f, model.type, 1, 1, 2)));
   model.f.residual_length = 64;
   ASSERT_EQ(model.m.quantized[0], 0);
-  for (const int64_t tokens : {0, 1, 33}) {
+  for (const int64_t tokens : {0, 1, 32, 33}) {
     CacheModel copy = model;
     DeviceCache device(copy);
     const NewTokens x(f, model.type, 1, tokens, 3);
@@ -315,6 +325,7 @@ TEST(Append, OverflowLeavesTheCacheAsItWas) {
     for (const auto& [in_k, in_v] : {std::pair<bool, bool>{true, false}, {false, true}}) {
       Format f = small_format(32);
       f.scale_type = type;
+      if (in_v) f.num_kv_heads = 5;  // exact tokens for more than one block
       CacheModel model(f, Element::kFloat32, 1, 500);
       DeviceCache device(model);
       const NewTokens first(f, Element::kFloat32, 1, 70, 3);
@@ -329,7 +340,7 @@ TEST(Append, OverflowLeavesTheCacheAsItWas) {
       // All is as it was but records past the quantised length.
       const auto pool = device.memory().pool.get();
       for (int64_t t = 0; t < model.m.quantized[0]; t += f.group_size) {
-        for (int64_t h = 0; h < 2; h++) {
+        for (int64_t h = 0; h < f.num_kv_heads; h++) {
           const int64_t at = model.record(0, h, t) - model.m.pool.data();
           EXPECT_EQ(std::memcmp(pool.data() + at, before.pool.data() + at, static_cast<size_t>(model.layout.bytes)), 0);
         }

@@ -185,6 +185,19 @@ TEST(Truncate, EveryOrderOfThreads) {
   });
 }
 
+// The scales of narrow values stand where the numbers of wide keys were.
+TEST(Truncate, NarrowValuesAfterWideKeys) {
+  Format f = make_format(1, 256, 16, 8, 8, 32);
+  f.residual_length = 0;
+  in_every_order([&] {
+    CacheModel model = filled(f, Element::kFloat32, {68});
+    DeviceCache device(model);
+    check(truncate(device.params(), 4 + 32 + 31, nullptr));
+    model.truncate(4 + 32 + 31);
+    device.expect(model);
+  });
+}
+
 // Wide heads take more than one tile a group.
 TEST(Truncate, WideHeads) {
   Format f = make_format(1, 576, 1024, 1, 3, 32);
