@@ -220,7 +220,8 @@ class CacheLayers {
     p.batch = static_cast<int64_t>(lengths_.size()), p.num_heads = shape.heads, p.q_len = shape.q_len;
     p.q = q_.data(), p.q_row_stride = shape.dim, p.q_head_stride = shape.q_len * shape.dim;
     p.q_batch_stride = shape.heads * p.q_head_stride;
-    p.page_bytes = page_bytes(format).value, p.block_table = table_.data(), p.block_table_stride = most_pages_;
+    p.pool_pages = layer_bytes_ / page_bytes(format).value, p.page_bytes = page_bytes(format).value;
+    p.block_table = table_.data(), p.block_table_stride = most_pages_;
     p.lengths = lengths_.data(), p.quantized_lengths = quantized_.data();
     p.sink_k = sink_k_.data(), p.sink_v = sink_v_.data();
     p.window_k = window_k_.data(), p.window_v = window_v_.data(), p.cache_type = kExactType;

@@ -15,6 +15,7 @@ void set_cache(AttentionCall& call) {
   AttentionParams& p = call.params;
   p.batch = c.lengths.size(0);
   p.pool = c.pool.const_data_ptr<uint8_t>();
+  p.pool_pages = c.pool.size(0);
   p.page_bytes = c.pool.size(1);
   p.k_order = c.k_order.defined() ? c.k_order.const_data_ptr<int16_t>() : nullptr;
   p.block_table = c.block_table.const_data_ptr<int32_t>();

@@ -396,8 +396,7 @@ class Rows {
   // ---- pages -----------------------------------------------------------------------------------
 
   KIVI_DEVICE const uint8_t* page_records(int64_t page) const {
-    device_check(p_.block_table[here_->batch * p_.block_table_stride + page] >= 0,
-                 "attention: a page of the block table is not set");
+    device_check(page_is_there(p_, here_->batch, page), "attention: a page of the block table is not in the pool");
     return record_address(p_, here_->batch, here_->kv_head, page, 0);
   }
   KIVI_DEVICE const uint8_t* record_of(const uint8_t* records, int token) const {

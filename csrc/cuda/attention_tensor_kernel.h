@@ -193,6 +193,8 @@ __global__ void __launch_bounds__(kThreads, min_blocks<F, NT, Rules>())
   }
   if (thread < kMaxPages && thread < ceil_div(run_tokens, kPageTokens)) {
     // record_address of format/keys.h, of record 0.
+    device_check(first_page + thread < p.block_table_stride && page_is_there(p, batch, first_page + thread),
+                 "attention: a page of a row is not in the pool");
     const int64_t id = p.block_table[batch * p.block_table_stride + first_page + thread];
     constexpr int64_t kHeadBytes = kPageTokens / F::kG * F::kRecordBytes;
     shared.pages[thread] = p.pool + id * p.page_bytes + kv_head * kHeadBytes;

@@ -60,6 +60,12 @@ KIVI_HOST_DEVICE inline bool mask_covers(const AttentionParams& p, const SeenKey
   return p.mask_type == MaskType::kNone || p.mask_strides[3] == 0 || seen.end <= p.mask_keys;
 }
 
+// Whether a page of a row is one of the pool's.
+KIVI_HOST_DEVICE inline bool page_is_there(const AttentionParams& p, int64_t batch, int64_t page) {
+  const int64_t id = p.block_table[batch * p.block_table_stride + page];
+  return id >= 0 && id < p.pool_pages;
+}
+
 // Record of group `record` (of 128 / G) of quantised page `page` of a row of the batch.
 KIVI_HOST_DEVICE inline const uint8_t* record_address(const AttentionParams& p, int64_t batch, int64_t kv_head,
                                                       int64_t page, int64_t record) {

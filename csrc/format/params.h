@@ -62,6 +62,7 @@ struct AttentionParams {
   Element q_type;
 
   const uint8_t* pool;  // [pages][page_bytes]
+  int64_t pool_pages;
   int64_t page_bytes;
   const int16_t* k_order;      // with classes of keys: [B][Hkv][D], the channel in each place; else null
   const int32_t* block_table;  // [B][block_table_stride]; page of tokens [S + 128 i, S + 128 (i + 1))

@@ -8,7 +8,6 @@
 #include "cuda/attention.h"
 #include "cuda/attention_tensor_configs.h"
 #include "cuda/device_memory.h"
-#include "emulator/tensor_core.h"
 #include "format/rotate.h"
 #include "tests/unit/attention_problem.h"
 
@@ -424,6 +423,7 @@ TEST(AttentionTensor, ScaleOfScores) {
   }
 }
 
+#if !defined(KIVI_ON_DEVICE)
 // A tensor core that keeps only 23 bits below the largest product.
 TEST(AttentionTensor, TensorCoresThatTruncate) {
   emulator::mma_bits = 23;
@@ -433,6 +433,7 @@ TEST(AttentionTensor, TensorCoresThatTruncate) {
   }
   emulator::mma_bits = 0;
 }
+#endif
 
 // NaN reaches the rows that see it, and no others: below a window, past a causal query, masked out.
 TEST(AttentionTensor, NaNReachesOnlyWhoSeesIt) {

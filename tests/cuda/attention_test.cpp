@@ -879,7 +879,7 @@ TEST(GenericAttention, WhatDoesNotFitIsAnError) {
   const auto expect_error = [&](auto change) {
     DeviceAttention device(c.params());
     change(device);
-    EXPECT_THROW(device.run(), emulator::Error);
+    EXPECT_DEVICE_CHECK(device.run());
   };
   expect_error([](DeviceAttention& d) {
     std::vector<int32_t> table = d.block_table.get();
@@ -898,9 +898,13 @@ TEST(GenericAttention, EmptyCallsLaunchNothing) {
   for (const int which : {0, 1, 2}) {
     AttentionParams p = c.params();
     (which == 0 ? p.batch : which == 1 ? p.num_heads : p.q_len) = 0;
+#if defined(KIVI_ON_DEVICE)
+    EXPECT_EQ(attention(p, nullptr, nullptr), cudaSuccess);
+#else
     const uint64_t before = emulator::stats().launches;
     EXPECT_EQ(attention(p, nullptr, nullptr), cudaSuccess);
     EXPECT_EQ(emulator::stats().launches, before);
+#endif
   }
 }
 

@@ -30,7 +30,7 @@ TEST(CopyPages, MovesWholePagesOnly) {
 TEST(CopyPages, PageOutsideThePoolIsAnError) {
   const DeviceArray<uint8_t> pool(4 * 64);
   const DeviceArray<int64_t> from(std::vector<int64_t>{0}), to(std::vector<int64_t>{4});
-  EXPECT_THROW(copy_pages(pool.data(), 4, 64, from.data(), to.data(), 1, nullptr), emulator::Error);
+  EXPECT_DEVICE_CHECK(copy_pages(pool.data(), 4, 64, from.data(), to.data(), 1, nullptr));
 }
 
 }  // namespace

@@ -9,8 +9,10 @@
 #include <utility>
 #include <vector>
 
+#if !defined(KIVI_ON_DEVICE)
 #include "emulator/emulator.h"
 #include "emulator/orders.h"
+#endif
 
 namespace kivi::cuda {
 
@@ -52,6 +54,16 @@ class DeviceArray {
   size_t count_ = 0;
 };
 
+#if defined(KIVI_ON_DEVICE)
+
+// The same tests on a real device, which has its own order.
+template <class Body>
+void in_every_order(Body body) {
+  body();
+}
+
+#else
+
 // Changes the emulator's configuration until it goes out of scope.
 class WithConfig {
  public:
@@ -78,4 +90,14 @@ void in_every_order(Body body) {
   }
 }
 
+#endif
+
 }  // namespace kivi::cuda
+
+// A call whose kernel ends with device_check. On a device that would end all work of the process, so it is not made.
+#if defined(KIVI_ON_DEVICE)
+#define EXPECT_DEVICE_CHECK(statement) \
+  if (false) statement
+#else
+#define EXPECT_DEVICE_CHECK(statement) EXPECT_THROW(statement, emulator::Error)
+#endif

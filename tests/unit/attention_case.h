@@ -201,6 +201,7 @@ class AttentionCase {
       for (int64_t i = 0; i < ceil_div(quantized_[static_cast<size_t>(b)], kPageTokens); i++)
         table_[static_cast<size_t>(b * table_stride_ + i)] = ids[next++];
     }
+    params_.pool_pages = pages + 2;
     params_.page_bytes = bytes;
     for (int64_t b = 0; b < batch_; b++) {
       for (int64_t h = 0; h < heads; h++) fill_head(b, h);

@@ -204,6 +204,7 @@ class Problem {
     std::shuffle(order.begin(), order.end(), rng_);
     for (auto& id : block_table_) id = id > 0 ? order[static_cast<size_t>(id - 1)] : 0;
     pool_ = Bytes(pages * params.page_bytes);
+    params.pool_pages = pages;
     if (f.num_key_classes > 0) {
       for (int64_t row = 0; row < batch() * heads; row++) {
         std::vector<int16_t> channels(static_cast<size_t>(f.head_dim));
