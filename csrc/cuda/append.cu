@@ -120,8 +120,8 @@ KIVI_HOST_DEVICE inline size_t tile_numbers(const EncodeArgs& a) {
   return static_cast<size_t>(keys > values ? keys : values);
 }
 
-// What a block is at, in shared memory: it is needed between all barriers, and nobody's registers need hold it.
-// One group of tokens on its way into its record:
+// What a block is working on: one tile of one group of tokens. In shared memory, since it is needed between all
+// barriers and would cost every thread its registers.
 struct Job {
   int64_t batch, head;
   int64_t known;             // tokens, counted from the end of the sink, before this one are in the window

@@ -43,8 +43,8 @@ struct AppendParams {
   int64_t tokens;              // T
   const int64_t* new_lengths;  // [B], each 0 to T; null: T for every row
   // Where a scale or zero does not fit the float8 or float16 of the format: with `overflow` (int32 [1]) that becomes 1
-  // and nothing that the cache holds changes; without it, such a group is stored with the nearest scale and zero that
-  // fit.
+  // and nothing that the cache holds changes, also not in later calls until the caller clears it; without it, such a
+  // group is stored with the nearest scale and zero that fit (`saturated` in format/scales.h).
   int32_t* overflow;
 };
 // Appends the tokens, quantises every group that leaves the window, and moves the lengths on. A row whose pages are
