@@ -214,6 +214,26 @@ TEST(Emulator, ThreadsMayPollForOthersOfTheirBlock) {
   });
 }
 
+__global__ void wait_for_kernel(int* flag, unsigned waiting, unsigned setting) {
+  if (threadIdx.x == setting) atomicExch(flag, 1);
+  if (threadIdx.x == waiting) {
+    while (atomicAdd(flag, 0) == 0) {
+    }
+  }
+}
+
+TEST(Emulator, WhoeverPollsLetsOthersRun) {
+  in_every_order([] {
+    const WithConfig config;
+    config->max_spins = 10000;
+    for (const auto& [waiting, setting] : {std::pair<unsigned, unsigned>{0, 63}, {63, 0}, {0, 1}, {1, 0}}) {
+      const DeviceArray<int> flag = zeros<int>(1);
+      check(launch(wait_for_kernel, "wait_for", dim3(1), dim3(64), 0, nullptr, flag.data(), waiting, setting));
+      EXPECT_EQ(flag.get()[0], 1);
+    }
+  });
+}
+
 // ---- shared memory -------------------------------------------------------------------------------
 
 __global__ void reverse_kernel(const int* in, int* out) {
@@ -365,6 +385,23 @@ int changes_of_warp(const std::vector<unsigned>& threads) {
 TEST(Emulator, RandomWarpsRunFarAhead) {
   EXPECT_EQ(changes_of_warp(tickets(Order::random_warps, 1, 1).threads), 3);
   EXPECT_GT(changes_of_warp(tickets(Order::random, 1, 1).threads), 30);
+}
+
+// Which warp is first, between one barrier and the next.
+__global__ void first_warps_kernel(unsigned* next, unsigned* first) {
+  for (unsigned phase = 0; phase < 8; phase++) {
+    if (atomicAdd(&next[phase], 1u) == 0) first[phase] = threadIdx.x / 32;
+    __syncthreads();
+  }
+}
+
+TEST(Emulator, PrioritiesOfWarpsChangeAtBarriers) {
+  const WithConfig config;
+  config->order = Order::random_warps;
+  const DeviceArray<unsigned> next = zeros<unsigned>(8), first(8);
+  check(launch(first_warps_kernel, "first_warps", dim3(1), dim3(256), 0, nullptr, next.data(), first.data()));
+  const std::vector<unsigned> warps = first.get();
+  EXPECT_GT(std::set<unsigned>(warps.begin(), warps.end()).size(), 2u);
 }
 
 TEST(Emulator, OrdersToTryAreThoseOfTheEnvironment) {

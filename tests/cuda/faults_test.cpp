@@ -1,5 +1,6 @@
 // Kernels with one mistake each, and what is said about it. The emulator reports some in every build; others are seen
 // only by a sanitizer, through what the emulator tells it of fibers and shared memory, and are tried in its build.
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -163,6 +164,20 @@ __global__ void shuffle_masks_differ_kernel(float* out) {
 
 TEST(Faults, MasksDiffer) { EXPECT_TRUE(has(error_of(shuffle_masks_differ_kernel), {"__shfl_xor_sync(mask ffff"})); }
 
+__global__ void shuffle_in_branches_kernel(float* out) {
+  if (threadIdx.x % 32 < 16) {
+    out[threadIdx.x] = __shfl_xor_sync(kFullWarp, 1.0f, 1);
+  } else {
+    out[threadIdx.x] = __shfl_xor_sync(kFullWarp, 1.0f, 1);
+  }
+}
+
+TEST(Faults, OneShuffleFromTwoLines) {
+  EXPECT_TRUE(has(error_of(shuffle_in_branches_kernel),
+                  {"diverged: thread (0,0,0) waits in __shfl_xor_sync(mask ffffffff) at", kHere,
+                   "while thread (16,0,0) waits in __shfl_xor_sync(mask ffffffff) at", kHere}));
+}
+
 __global__ void shuffle_source_kernel(float* out) {
   if (threadIdx.x % 32 < 16) out[threadIdx.x] = __shfl_sync(0x0000ffffu, 1.0f, 20);
 }
@@ -305,6 +320,24 @@ TEST(Faults, DeviceCheck) {
   EXPECT_NO_THROW(run(checked_kernel, {dim3(2), dim3(64), 0}));
   EXPECT_EQ(error_of(checked_kernel, {dim3(3), dim3(64), 0}),
             "kernel faulty, block (2,0,0), thread (0,0,0): no page for the tokens");
+}
+
+std::atomic<int> alive{0};
+struct Counted {
+  Counted() { alive++; }
+  ~Counted() { alive--; }
+};
+__global__ void holds_something_kernel(float* out) {
+  const Counted counted;
+  __syncthreads();
+  device_check(threadIdx.x != 5, "five");
+  __syncthreads();
+  out[threadIdx.x] = 1;
+}
+
+TEST(Faults, ThreadsOfAFailedBlockAreUnwound) {
+  EXPECT_TRUE(has(error_of(holds_something_kernel), {"thread (5,0,0): five"}));
+  EXPECT_EQ(alive, 0);
 }
 
 // A failed launch ends every thread of the block, and the next one finds nothing of it.
