@@ -10,10 +10,15 @@
 
 namespace kivi::cuda::tensor {
 
-inline constexpr float kNone = -1e38f;           // the reference m of a row that has seen no key
-inline constexpr float kSlack = 4;               // the reference is moved to this much (log2) below what it may be
-inline constexpr float kTop = 10;                // weights <= 2^kTop in the first attempt, 1 in the second
-inline constexpr float kCodeUnit = 16777216.0f;  // 2^24
+inline constexpr float kNone = -1e38f;  // the reference m of a row that has seen no key
+inline constexpr float kSlack = 4;      // the reference is moved to this much (log2) below what it may be
+inline constexpr float kTop = 10;       // weights <= 2^kTop in the first attempt, 1 in the second
+
+// What sums over codes are multiplied by.
+template <class F>
+constexpr float code_unit() {
+  return F::kSubnormalCodes ? 16777216.0f : 1.0f;  // 2^24
+}
 
 template <class Body, int... I>
 KIVI_DEVICE void static_for(std::integer_sequence<int, I...>, Body&& body) {
@@ -40,15 +45,26 @@ KIVI_DEVICE bool has_special(uint32_t halves) {
   return (halves & 0x7C00u) == 0x7C00u || (halves & 0x7C000000u) == 0x7C000000u;
 }
 
-// Pair i of a word as half2 subnormals, 2^(bit - 24) times the codes; `high` is word >> 8.
-template <int Bits>
+// Codes that stand at the same bit of both halves of `bits`, as half2: subnormals code * 2^(bit - 24), or (normal
+// codes) code * 2^bit by way of 1024 + code * 2^bit.
+template <bool Subnormal>
+KIVI_DEVICE uint32_t codes_as_half2(uint32_t bits) {
+  if constexpr (Subnormal) return bits;
+  constexpr uint32_t k1024 = 0x64006400u;
+  return as_bits(__hsub2(as_half2(bits | k1024), as_half2(k1024)));
+}
+// Pair i of a word; `high` is word >> 8.
+template <int Bits, bool Subnormal>
 KIVI_DEVICE uint32_t code_pair(uint32_t word, uint32_t high, int i) {
   constexpr uint32_t kMask = Bits == 2 ? 0x00030003u : 0x000F000Fu;
   const int bit = Bits * i;
-  return bit < 8 ? word & kMask << bit : high & kMask << (bit - 8);
+  return codes_as_half2<Subnormal>(bit < 8 ? word & kMask << bit : high & kMask << (bit - 8));
 }
-// Pair i of a plane of high bits in a word that was turned left by 2: 4 * 2^(i - 24) times the bits.
-KIVI_DEVICE uint32_t high_bit_pair(uint32_t turned, int i) { return turned & 0x00040004u << i; }
+// Pair i of a plane of high bits in a word that was turned left by 2: 4 times the bits.
+template <bool Subnormal>
+KIVI_DEVICE uint32_t high_bit_pair(uint32_t turned, int i) {
+  return codes_as_half2<Subnormal>(turned & 0x00040004u << i);
+}
 // What the other operand is multiplied by.
 constexpr float pair_factor(int bits, int i) { return 1.0f / static_cast<float>(1 << bits * i % 8); }
 constexpr float high_bit_factor(int i) { return 1.0f / static_cast<float>(1 << i); }

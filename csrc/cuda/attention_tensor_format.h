@@ -148,6 +148,7 @@ struct TensorFormat : TensorRecord<D, G, ScaleBytes, VBits, VGroup, VSymmetric, 
 
   static constexpr int kD = D, kG = G, kVBits = VBits, kVGroup = VGroup, kScaleBytes = ScaleBytes;
   static constexpr bool kVSymmetric = VSymmetric;
+  static constexpr bool kSubnormalCodes = true;
   static constexpr int kKBits = static_cast<int>(format().k_bits);  // of the widest class
   static constexpr int kRecordBytes = static_cast<int>(layout().bytes);
   static constexpr int kRecords = G == 32 ? 2 : 1;  // of a chunk; with G = 128 half of one
@@ -317,6 +318,13 @@ struct TensorFormat : TensorRecord<D, G, ScaleBytes, VBits, VGroup, VSymmetric, 
     }
     return false;
   }
+};
+
+// The same on a tensor core that takes subnormal float16 for 0: codes become normal numbers, with one more instruction
+// for two.
+template <class F>
+struct NormalCodes : F {
+  static constexpr bool kSubnormalCodes = false;
 };
 
 }  // namespace kivi::cuda::tensor

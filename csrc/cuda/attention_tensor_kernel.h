@@ -147,7 +147,9 @@ KIVI_DEVICE void join_warps(const SharedPieces<F, NT>& shared, const WarpSums<F:
         *reinterpret_cast<float2*>(to + channel) = total;
       }
     }
-    if (lane == 0) to[D] = top == kNone ? -INFINITY : top, to[D + 1] = sum;
+    // The column of a row that sees nothing of the part holds anything.
+    const bool sees = shared.rows[row].begin < shared.rows[row].end;
+    if (lane == 0) to[D] = !sees || top == kNone ? -INFINITY : top, to[D + 1] = sees ? sum : 0.0f;
   }
 }
 

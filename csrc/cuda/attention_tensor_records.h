@@ -4,7 +4,8 @@
 // __syncwarp is needed in its loop.
 //
 // Dequantisation: one AND for two codes. word & (mask << bit) is a half2 of subnormals, code * 2^(bit - 24); the other
-// operand carries 2^-bit and the group's scale, and 2^24 is multiplied in once at the end. Zeros never meet codes: q
+// operand carries 2^-bit and the group's scale, and 2^24 is multiplied in once at the end. (Tensor cores are said to
+// take subnormals; for one that does not there is NormalCodes.) Zeros never meet codes: q
 // times the zeros of K is one number for a group and query row, and the zeros of V enter as sums of weights.
 //
 // Range: q is normalised to |q| < 1 by a power of two for each row, so q * scale cannot overflow. Weights are 2^(x - m)
@@ -166,7 +167,7 @@ class RecordAttention {
       for (int j = 0; j < 2; j++) {
         const int e = shared_.rows[8 * n + 2 * tq_ + j].exponent;
         const float scale = p_.scale == 0.0f ? 1.0f : fabsf(p_.scale);
-        to_log2_[n][j] = kCodeUnit * (scale * kLog2E) * power_of_two(e);
+        to_log2_[n][j] = code_unit<F>() * (scale * kLog2E) * power_of_two(e);
         keep_in_register(to_log2_[n][j]);
       }
     }
@@ -224,7 +225,7 @@ class RecordAttention {
         mma_m16n8k16<__half>(product[n], a1, b1, product[n]);
       }
     });
-    constexpr float kProductUnit = (F::kScaleBytes == 1 ? zero_unit(F::kKBits) : 1.0f) / kCodeUnit;
+    constexpr float kProductUnit = (F::kScaleBytes == 1 ? zero_unit(F::kKBits) : 1.0f) / code_unit<F>();
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #pragma unroll
@@ -337,8 +338,7 @@ class RecordAttention {
       multiply_values(stage, o);
       stage = F::kStage - stage;
     }
-    cp_async_wait<0>();
-    __syncwarp();  // before another attempt loads
+    __syncwarp();  // nobody reads the ring when another attempt loads; no copies are pending
   }
 
   // Byte scales and zeros as float16.
@@ -413,8 +413,10 @@ class RecordAttention {
             const uint32_t wa = w[2 * t], wb = w[2 * t + 1], ha = wa >> 8, hb = wb >> 8;
 #pragma unroll
             for (int k = 0; k < kCount / 2; k++) {
-              const uint32_t a[4] = {code_pair<kBits>(wa, ha, 2 * k), code_pair<kBits>(wb, hb, 2 * k),
-                                     code_pair<kBits>(wa, ha, 2 * k + 1), code_pair<kBits>(wb, hb, 2 * k + 1)};
+              const uint32_t a[4] = {code_pair<kBits, F::kSubnormalCodes>(wa, ha, 2 * k),
+                                     code_pair<kBits, F::kSubnormalCodes>(wb, hb, 2 * k),
+                                     code_pair<kBits, F::kSubnormalCodes>(wa, ha, 2 * k + 1),
+                                     code_pair<kBits, F::kSubnormalCodes>(wb, hb, 2 * k + 1)};
 #pragma unroll
               for (int n = 0; n < NT; n++) {
                 const uint32_t b[2] = {scaled[n][2 * k], scaled[n][2 * k + 1]};
@@ -442,8 +444,10 @@ class RecordAttention {
             for (int t = 0; t < 2; t++) {
 #pragma unroll
               for (int k = 0; k < kCount / 2; k++) {
-                const uint32_t a[4] = {high_bit_pair(w[2 * t], 2 * k), high_bit_pair(w[2 * t + 1], 2 * k),
-                                       high_bit_pair(w[2 * t], 2 * k + 1), high_bit_pair(w[2 * t + 1], 2 * k + 1)};
+                const uint32_t a[4] = {high_bit_pair<F::kSubnormalCodes>(w[2 * t], 2 * k),
+                                       high_bit_pair<F::kSubnormalCodes>(w[2 * t + 1], 2 * k),
+                                       high_bit_pair<F::kSubnormalCodes>(w[2 * t], 2 * k + 1),
+                                       high_bit_pair<F::kSubnormalCodes>(w[2 * t + 1], 2 * k + 1)};
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                   const uint32_t b[2] = {scaled[n][2 * k], scaled[n][2 * k + 1]};
@@ -645,8 +649,10 @@ class RecordAttention {
           const uint32_t wa = w[2 * t], wb = w[2 * t + 1], ha = wa >> 8, hb = wb >> 8;
 #pragma unroll
           for (int k = 0; k < kOfWord / 2; k++) {
-            const uint32_t a[4] = {code_pair<kBits>(wa, ha, 2 * k), code_pair<kBits>(wb, hb, 2 * k),
-                                   code_pair<kBits>(wa, ha, 2 * k + 1), code_pair<kBits>(wb, hb, 2 * k + 1)};
+            const uint32_t a[4] = {code_pair<kBits, F::kSubnormalCodes>(wa, ha, 2 * k),
+                                   code_pair<kBits, F::kSubnormalCodes>(wb, hb, 2 * k),
+                                   code_pair<kBits, F::kSubnormalCodes>(wa, ha, 2 * k + 1),
+                                   code_pair<kBits, F::kSubnormalCodes>(wb, hb, 2 * k + 1)};
 #pragma unroll
             for (int n = 0; n < NT; n++) {
               const uint32_t pair[2] = {scaled[n][b * kOfWord + 2 * k], scaled[n][b * kOfWord + 2 * k + 1]};
@@ -663,8 +669,9 @@ class RecordAttention {
           const uint32_t wa = own_high_bits<2>(w[2 * t], tq_), wb = own_high_bits<2>(w[2 * t + 1], tq_);
 #pragma unroll
           for (int k = 0; k < 4; k++) {
-            const uint32_t a[4] = {high_bit_pair(wa, 2 * k), high_bit_pair(wb, 2 * k), high_bit_pair(wa, 2 * k + 1),
-                                   high_bit_pair(wb, 2 * k + 1)};
+            const uint32_t a[4] = {
+                high_bit_pair<F::kSubnormalCodes>(wa, 2 * k), high_bit_pair<F::kSubnormalCodes>(wb, 2 * k),
+                high_bit_pair<F::kSubnormalCodes>(wa, 2 * k + 1), high_bit_pair<F::kSubnormalCodes>(wb, 2 * k + 1)};
 #pragma unroll
             for (int n = 0; n < NT; n++) {
               const uint32_t pair[2] = {scaled_high[n][2 * k], scaled_high[n][2 * k + 1]};
@@ -719,8 +726,8 @@ class RecordAttention {
           constexpr int kFirst = g * F::kVGroup / 16, kLast = (g + 1) * F::kVGroup / 16;
 #pragma unroll
           for (int c = kFirst; c < (kLast < D / 16 ? kLast : D / 16); c++) {
-            sums.acc[n][c][j] = fmaf(sums.acc[n][c][j], kCodeUnit, zero);
-            sums.acc[n][c][2 + j] = fmaf(sums.acc[n][c][2 + j], kCodeUnit, zero);
+            sums.acc[n][c][j] = fmaf(sums.acc[n][c][j], code_unit<F>(), zero);
+            sums.acc[n][c][2 + j] = fmaf(sums.acc[n][c][2 + j], code_unit<F>(), zero);
           }
         });
       }

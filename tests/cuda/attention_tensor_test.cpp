@@ -263,7 +263,8 @@ TEST(AttentionTensor, EveryFormat) {
 TEST(AttentionTensor, EveryFormatInEveryOrder) {
   for (const Format& f : formats()) {
     SCOPED_TRACE(name_of(f));
-    Settings s = settings(f, {620}, 5, 2);
+    Settings s = settings(f, {820}, 5, 2);
+    s.format.residual_length = 200;  // a warp has more than one tile of exact tokens
     s.new_lengths = {2}, s.new_len = 2;
     const Problem problem(s);
     const Problem::Result want = problem.oracle();
@@ -356,6 +357,18 @@ TEST(AttentionTensor, Windows) {
       check_problem(s);
     }
   }
+}
+
+// A row that sees nothing of a part of which another row sees all or some.
+TEST(AttentionTensor, RowsThatSeeNothingOfAPart) {
+  const Format f = test::make_format(1, 64, 64, 2, 2, 32, 0, 0);
+  for (int64_t window = 584; window <= 590; window++) {  // begins around token 512
+    SCOPED_TRACE(testing::Message() << "window " << window);
+    Settings s = settings(f, {1100}, 2, 4);
+    s.window = window;
+    check_problem(s);
+  }
+  check_problem(settings(f, {1100}, 1, 90));  // the first queries stand before the last part
 }
 
 TEST(AttentionTensor, Rules) {
@@ -542,6 +555,44 @@ TEST(AttentionTensor, SaysWhatItCannotDo) {
   EXPECT_TRUE(with_new(72, 0));
   EXPECT_FALSE(with_new(67, 0));
   EXPECT_FALSE(with_new(64, 2));
+}
+
+// ---- what tensor cores must do -------------------------------------------------------------------
+
+// One product of 2^-24 in A and 2^10 in B, and sums of them.
+__global__ void subnormal_kernel(float* out) {
+  const uint32_t least = 0x00010001u, large = 0x64006400u;
+  const uint32_t a[4] = {least, least, least, least}, b[2] = {large, large};
+  float d[4] = {};
+  mma_m16n8k16<__half>(d, a, b, d);
+  for (int i = 0; i < 4; i++) out[threadIdx.x * 4 + static_cast<unsigned>(i)] = d[i];
+}
+
+// The first thing to run on a new device: kernels rely on it. Where it fails, NormalCodes is to be used.
+TEST(TensorCore, TakesSubnormals) {
+  const DeviceArray<float> out(128);
+  check(launch(subnormal_kernel, "subnormal", dim3(1), dim3(32), 0, nullptr, out.data()));
+  for (const float x : out.get()) ASSERT_EQ(x, 16 * std::ldexp(1.0f, -14));
+}
+
+// The same results with codes as normal numbers, but for rounding.
+template <class F>
+void check_normal_codes(const Format& format) {
+  for (const int64_t heads : {4, 12}) {
+    const Problem problem(settings(format, {700, 90}, heads));
+    const DeviceProblem device(problem);
+    const int64_t parts = parts_of(problem);
+    const DeviceArray<float> scratch(static_cast<size_t>(part_offset(device.params, parts, 2, 0, 0, 0)));
+    check(tensor::TensorParts<F>::launch_parts(device.params, false, parts, scratch.data(), nullptr));
+    expect_near(join(problem.params, problem.quantized, parts, scratch.get(), {1, 1}), problem.oracle(), 2e-3);
+  }
+}
+
+TEST(AttentionTensor, NormalCodes) {
+  using namespace tensor;
+  check_normal_codes<NormalCodes<Plain<64, 2, 2>>>(plain(64, 2, 2));
+  check_normal_codes<NormalCodes<Plain<64, 4, 4>>>(plain(64, 4, 4));
+  check_normal_codes<NormalCodes<Quality<64>>>(quality(64));
 }
 
 // ---- shared memory ---------------------------------------------------------------------------------
