@@ -77,7 +77,7 @@ void check_supported_device(const char* name, const at::Tensor& t) {
 
 // Whether the call is being captured in a CUDA graph: then nothing may be asked of the device. `k`: a tensor on it.
 bool captures(const Storage& s, const at::Tensor& k) {
-  if (!s.host_table.defined() && k.device().is_cpu()) return false;
+  if (s.started && !s.host_table.defined()) return false;
   const bool capturing = kivi::is_capturing(k);
   TORCH_CHECK(s.started || !capturing,
               "the first tokens of a cache cannot be captured in a graph; append them, and call ",

@@ -161,6 +161,9 @@ TORCH_LIBRARY_IMPL(kivi, KIVI_CUDA_KEY, m) {
 }
 
 bool kivi_is_capturing(const at::Tensor& tensor) {
+#if !defined(KIVI_CUDA_EMULATED)
+  if (!tensor.is_cuda()) return false;
+#endif
   const kivi::CudaCall cuda(tensor);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   kivi::CudaCall::check(cudaStreamIsCapturing(cuda.stream(), &status), "is_capturing");

@@ -259,7 +259,7 @@ class Rows {
 
   // By the places that a record has the channels in, 0 where it has none.
   KIVI_DEVICE void load_queries(int64_t first_row) {
-    const int16_t* const order = head_order(p_, here_->batch, here_->kv_head);
+    const int16_t* const order = key_order();
 #pragma unroll 1
     for (int r = 0; r < R; r++) {
       const int64_t row = first_row + r;
@@ -394,6 +394,11 @@ class Rows {
   }
 
   // ---- pages -----------------------------------------------------------------------------------
+
+  // Of the keys, null where there are no classes. A row without quantised tokens may not have one yet.
+  KIVI_DEVICE const int16_t* key_order() const {
+    return here_->ranges.quantized > 0 ? head_order(p_, here_->batch, here_->kv_head) : nullptr;
+  }
 
   KIVI_DEVICE const uint8_t* page_records(int64_t page) const {
     device_check(page_is_there(p_, here_->batch, page), "attention: a page of the block table is not in the pool");
@@ -662,7 +667,7 @@ class Rows {
   KIVI_DEVICE void multiply_exact_keys(const Tokens& tokens, float (&product)[R]) {
     constexpr int kStep = kThreads / kUnit;
     const Element type = type_of(tokens);
-    const int16_t* const order = head_order(p_, here_->batch, here_->kv_head);
+    const int16_t* const order = key_order();
     float* const channels = exact_channels();
     const int e = thread_ % kUnit, first = thread_ / kUnit;
     T loaded[kUnit];

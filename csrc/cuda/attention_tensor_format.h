@@ -260,7 +260,8 @@ struct TensorFormat : TensorRecord<D, G, ScaleBytes, VBits, VGroup, VSymmetric, 
       const int of_record = G * static_cast<int>(plane_bits(VBits, plane)) / 32;  // words
       const int word = unit / kOfWord, stored = word + (G == 128 ? half * v_words(plane) : 0);
       m.record = stored / of_record;
-      m.from = start + m.record * kRecordBytes + static_cast<int>(kLayout.v_codes[plane]) +
+      m.from = start + m.record * kRecordBytes +
+               static_cast<int>(plane == 0 ? kLayout.v_codes[0] : kLayout.v_codes[1]) +
                (stored % of_record * kOfWord + unit % kOfWord) * kUnit;
       m.to = (plane == 0 ? kVCodes0 : kVCodes1) + word * kVStride + unit % kOfWord * kUnit;
       return m;

@@ -1,3 +1,4 @@
+// Tensor-core attention kernels: groups of 64 and 128 tokens.
 #include "cuda/attention_tensor_configs.h"
 
 namespace kivi::cuda::tensor {

@@ -1,3 +1,4 @@
+// Tensor-core attention kernels: float16 scales, heads of 64 channels.
 #include "cuda/attention_tensor_configs.h"
 
 namespace kivi::cuda::tensor {

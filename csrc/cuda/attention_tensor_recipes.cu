@@ -1,3 +1,4 @@
+// Tensor-core attention kernels: the recipes.
 #include "cuda/attention_tensor_configs.h"
 
 namespace kivi::cuda::tensor {

@@ -618,7 +618,7 @@ class RecordAttention {
         }
       }
     }
-    uint32_t scaled[NT][8], scaled_high[NT][8];
+    uint32_t scaled[NT][8];
     static_for<(D + 31) / 32>([&](auto index) {
       constexpr int kGroup = 32 * index / F::kVGroup;
       if constexpr (32 * index % F::kVGroup == 0) {
@@ -629,13 +629,7 @@ class RecordAttention {
 #pragma unroll
         for (int n = 0; n < NT; n++) {
 #pragma unroll
-          for (int i = 0; i < 8; i++) {
-            scaled[n][i] = hmul2(factored[n][i], scale[i]);
-            if constexpr (F::kVPlanes == 2) {  // the same product: its rounding must not differ between the planes
-              const float ratio = high_bit_factor(i) / pair_factor(kBits, i % kOfWord);
-              scaled_high[n][i] = ratio == 1.0f ? scaled[n][i] : hmul2(scaled[n][i], same_half2(ratio));
-            }
-          }
+          for (int i = 0; i < 8; i++) scaled[n][i] = hmul2(factored[n][i], scale[i]);
           if constexpr (F::kVSymmetric) add_symmetric(weight[n], scaled[n], n);
         }
       }
@@ -661,27 +655,43 @@ class RecordAttention {
           }
         }
       }
-      if constexpr (F::kVPlanes == 2) {
-        uint32_t w[4] = {};
-        load_value_words<kShort>(v_codes_[1] + stage + 128 * index, w);
+    });
+    if constexpr (F::kVPlanes == 2) multiply_high_bits(stage, scaled, o);
+  }
+
+  // The second plane of 3-bit values, with the same products: their rounding must not differ between the planes.
+  KIVI_DEVICE void multiply_high_bits(int stage, uint32_t (&scaled)[NT][8], float (&o)[NT][D / 16][4]) const {
+    static_assert(F::kVPlanes == 1 || (F::kVGroups == 1 && D % 32 == 0), "one scale a token, whole loads");
 #pragma unroll
-        for (int t = 0; t < (kShort ? 1 : 2); t++) {
-          const uint32_t wa = own_high_bits<2>(w[2 * t], tq_), wb = own_high_bits<2>(w[2 * t + 1], tq_);
+    for (int n = 0; n < NT; n++) {
 #pragma unroll
-          for (int k = 0; k < 4; k++) {
-            const uint32_t a[4] = {
-                high_bit_pair<F::kSubnormalCodes>(wa, 2 * k), high_bit_pair<F::kSubnormalCodes>(wb, 2 * k),
-                high_bit_pair<F::kSubnormalCodes>(wa, 2 * k + 1), high_bit_pair<F::kSubnormalCodes>(wb, 2 * k + 1)};
+      for (int i = 0; i < 8; i++) {
+        const float ratio = high_bit_factor(i) / pair_factor(2, i);
+        if (ratio != 1.0f) scaled[n][i] = hmul2(scaled[n][i], same_half2(ratio));
+      }
+    }
 #pragma unroll
-            for (int n = 0; n < NT; n++) {
-              const uint32_t pair[2] = {scaled_high[n][2 * k], scaled_high[n][2 * k + 1]};
-              mma_m16n8k16<__half>(o[n][2 * index + t], a, pair, o[n][2 * index + t]);
-            }
+    for (int group = 0; group < D / 32; group++) {
+      uint32_t w[4];
+      load_value_words<false>(v_codes_[1] + stage + 128 * group, w);
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+        const uint32_t wa = own_high_bits<2>(w[2 * t], tq_), wb = own_high_bits<2>(w[2 * t + 1], tq_);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const uint32_t a[4] = {
+              high_bit_pair<F::kSubnormalCodes>(wa, 2 * k), high_bit_pair<F::kSubnormalCodes>(wb, 2 * k),
+              high_bit_pair<F::kSubnormalCodes>(wa, 2 * k + 1), high_bit_pair<F::kSubnormalCodes>(wb, 2 * k + 1)};
+#pragma unroll
+          for (int n = 0; n < NT; n++) {
+            const uint32_t pair[2] = {scaled[n][2 * k], scaled[n][2 * k + 1]};
+            mma_m16n8k16<__half>(o[n][2 * group + t], a, pair, o[n][2 * group + t]);
           }
         }
       }
-    });
+    }
   }
+
   // Symmetric V: the sum of the rounded products weight * scale, in all rows of even_, and that of the weights in odd_.
   // With products that are not rounded the middle code would not cancel, and all channels would be off alike: which one
   // channel gets in full when V is turned back.

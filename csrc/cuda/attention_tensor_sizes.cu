@@ -1,3 +1,4 @@
+// Tensor-core attention kernels: heads of other sizes.
 #include "cuda/attention_tensor_configs.h"
 
 namespace kivi::cuda::tensor {

@@ -1,7 +1,11 @@
 // A decode step of kivi::KVCache captured in a graph and replayed, with the emulator's graphs: only launches are kept,
 // so what the host did while it captured is not done again.
 #include <ATen/ATen.h>
+#include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
+
+#include <cstring>
+#include <vector>
 
 #include "emulator/emulator.h"
 #include "kivi/kivi.h"
@@ -23,6 +27,40 @@ KVCache cache_of(const std::string& recipe) {
   return KVCache(o);
 }
 
+// While a graph is captured, memory that is freed is kept for its replays, as torch does on a device.
+class Capture : public c10::Allocator {
+ public:
+  Capture() : before_(c10::GetCPUAllocator()) {
+    c10::SetCPUAllocator(this, 1);
+    emulator::begin_capture();
+  }
+  ~Capture() override {
+    if (capturing_) end();
+  }
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+
+  void end() {
+    graph_ = emulator::end_capture();
+    c10::SetCPUAllocator(before_, 1);
+    capturing_ = false;
+  }
+  void replay() const { emulator::replay(graph_); }
+
+  c10::DataPtr allocate(size_t bytes) override {
+    kept_.push_back(before_->allocate(bytes));
+    return {kept_.back().get(), nullptr, [](void*) {}, at::Device(at::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+
+ private:
+  c10::Allocator* const before_;
+  std::vector<c10::DataPtr> kept_;
+  emulator::Graph graph_;
+  bool capturing_ = true;
+};
+
 class Graphs : public testing::TestWithParam<const char*> {};
 
 // Lengths grow on the device alone: across flushes, and over the edge of a page.
@@ -31,15 +69,15 @@ TEST_P(Graphs, AReplayedStepDoesWhatACallDoes) {
   const at::Tensor q = at::zeros({2, 4, 1, kDim}), k = at::zeros({2, kHeads, 1, kDim}), v = at::zeros_like(k);
   for (KVCache* c : {&eager, &graphed}) c->forward(tokens(150, 1, 4), tokens(150, 2), tokens(150, 3));
   graphed.reserve(150 + 40);
-  emulator::begin_capture();
+  Capture graph;
   const at::Tensor out = graphed.forward(q, k, v);
-  const emulator::Graph graph = emulator::end_capture();
+  graph.end();
   EXPECT_EQ(graphed.length(), 150);  // nothing ran
   for (int64_t step = 0; step < 40; step++) {
     q.copy_(tokens(1, 1000 + step, 4));
     k.copy_(tokens(1, 2000 + step));
     v.copy_(tokens(1, 3000 + step));
-    emulator::replay(graph);
+    graph.replay();
     EXPECT_TRUE(at::equal(out, eager.forward(q, k, v))) << step;
   }
   EXPECT_EQ(graphed.length(), 190);
@@ -58,21 +96,21 @@ TEST(Graph, WhatWasNotReservedIsAnError) {
   c.append(tokens(150, 1), tokens(150, 2));
   c.reserve(160);
   const at::Tensor k = tokens(1, 3), v = tokens(1, 4);
-  emulator::begin_capture();
+  Capture graph;
   c.append(k, v);
-  const emulator::Graph graph = emulator::end_capture();
+  graph.end();
   EXPECT_THROW(
       {
-        for (int64_t step = 0; step < 200; step++) emulator::replay(graph);
+        for (int64_t step = 0; step < 200; step++) graph.replay();
       },
       emulator::Error);
 }
 
 TEST(Graph, TheFirstTokensCannotBeCaptured) {
   KVCache c = cache_of("kivi");
-  emulator::begin_capture();
+  Capture graph;
   EXPECT_THROW(c.append(tokens(1, 1), tokens(1, 2)), c10::Error);
-  emulator::end_capture();
+  graph.end();
   EXPECT_TRUE(c.empty());
 }
 
@@ -80,9 +118,9 @@ TEST(Graph, TheFirstTokensCannotBeCaptured) {
 TEST(Graph, ClassesMustBeChosenBefore) {
   KVCache c = cache_of("balanced");
   c.append(tokens(10, 1), tokens(10, 2));
-  emulator::begin_capture();
+  Capture graph;
   EXPECT_THROW(c.append(tokens(1, 1), tokens(1, 2)), c10::Error);
-  emulator::end_capture();
+  graph.end();
   EXPECT_EQ(c.length(), 10);
 }
 
@@ -92,14 +130,14 @@ TEST(Graph, TruncationKeepsWhatWasReserved) {
   const at::Tensor k = at::zeros({2, kHeads, 1, kDim}), v = at::zeros_like(k);
   for (KVCache* c : {&eager, &graphed}) c->append(tokens(330, 1), tokens(330, 2));
   graphed.reserve(400);
-  emulator::begin_capture();
+  Capture graph;
   graphed.append(k, v);
-  const emulator::Graph graph = emulator::end_capture();
+  graph.end();
   for (KVCache* c : {&eager, &graphed}) c->truncate(40);
   for (int64_t step = 0; step < 300; step++) {
     k.copy_(tokens(1, 2000 + step));
     v.copy_(tokens(1, 3000 + step));
-    emulator::replay(graph);
+    graph.replay();
     eager.append(k, v);
   }
   EXPECT_TRUE(same_state(graphed.state(), eager.state()));
