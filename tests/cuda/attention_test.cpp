@@ -656,6 +656,7 @@ TEST(GenericAttention, OverflowedScoresCountForNothing) {
   problem.params.mask_strides[3] = 1;
   problem.params.mask = mask.data();
   problem.params.mask_type = MaskType::kBool;
+  problem.params.mask_keys = 260;
   const AttentionOutput got = DeviceAttention(problem.params).run();
   std::fill(mask.begin() + 4, mask.begin() + 132, static_cast<uint8_t>(0));
   const AttentionOutput want = DeviceAttention(problem.params).run();
