@@ -151,6 +151,12 @@ c10::SymInt check_cache(const CacheTensors& c, const Format& f) {
   return batch;
 }
 
+void check_lengths(const char* name, const at::Tensor& lengths, const c10::SymInt& batch) {
+  check_dtype(name, lengths, at::kLong);
+  check_rank(name, lengths, 1, "[B]");
+  check_size(name, lengths, 0, "size", batch, "the batch size is");
+}
+
 void check_new_tokens(const NewTokenNames& names, const at::Tensor& k, const at::Tensor& v,
                       const std::optional<at::Tensor>& lengths, const c10::SymInt& batch, const Format& f,
                       at::ScalarType cache_dtype, at::Device device) {
@@ -171,9 +177,7 @@ void check_new_tokens(const NewTokenNames& names, const at::Tensor& k, const at:
                     k.sym_size(2));
   if (lengths) {
     check_same_device(names.lengths, *lengths, "the cache", device);
-    check_dtype(names.lengths, *lengths, at::kLong);
-    check_rank(names.lengths, *lengths, 1, "[B]");
-    check_size(names.lengths, *lengths, 0, "size", batch, "the batch size is");
+    check_lengths(names.lengths, *lengths, batch);
   }
 }
 

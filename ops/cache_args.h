@@ -37,6 +37,9 @@ void check_new_tokens(const NewTokenNames& names, const at::Tensor& k, const at:
                       const std::optional<at::Tensor>& lengths, const c10::SymInt& batch, const Format& format,
                       at::ScalarType cache_dtype, at::Device device);
 
+// int64 [B], on any device.
+void check_lengths(const char* name, const at::Tensor& lengths, const c10::SymInt& batch);
+
 // The flag of cache_append: int32 [1].
 void check_overflow(const at::Tensor& overflow, at::Device device);
 // What cache_copy_pages takes: int64 [N] both.

@@ -85,6 +85,14 @@ bool captures(const Storage& s, const at::Tensor& k) {
   return capturing;
 }
 
+// `lengths` on the device of the cache, where the operators want them.
+std::optional<at::Tensor> lengths_on(at::Device device, const std::optional<at::Tensor>& lengths, bool capturing) {
+  if (!lengths) return std::nullopt;
+  TORCH_CHECK(!capturing || lengths->device() == device, "lengths is on ", lengths->device(),
+              ", but in a graph that is captured they must be on ", device, " as the cache");
+  return lengths->to(device);
+}
+
 // Whether a scale or zero of these numbers may leave the range of the format's scales. Numbers of float16 do not with a
 // scale for 2 bits or more, unless they are added up first.
 bool may_overflow(const Format& f, at::ScalarType type) {
@@ -118,7 +126,7 @@ void append_tokens(Storage& s, const at::Tensor& k, const at::Tensor& v, const s
 void append_captured(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) {
   TORCH_CHECK(std::all_of(s.ordered.begin(), s.ordered.end(), [](uint8_t o) { return o != 0; }),
               "the classes of key channels are not chosen yet, which a graph cannot do; append a prompt of more than ",
-              s.format.sink_length + s.format.residual_length, " tokens, or call set_key_order, before the capture");
+              s.format.sink_length + s.format.residual_length, " tokens before the capture");
   const at::NoGradGuard no_grad;
   s.captured = true;
   cache_append(s.tensors, k, v, s.format_ints, lengths);
@@ -178,13 +186,15 @@ void KVCache::Impl::check_append(const at::Tensor& k, const at::Tensor& v,
   const at::Device device = storage.started ? storage.device() : k.device();
   // `lengths` may also be on the CPU, where reading them is free.
   const bool on_host = lengths && lengths->device().is_cpu();
-  check_new_tokens({"k", "v", "lengths"}, k, v, on_host ? lengths->to(device) : lengths, batch, format, dtype, device);
+  check_new_tokens({"k", "v", "lengths"}, k, v, on_host ? std::nullopt : lengths, batch, format, dtype, device);
+  if (on_host) check_lengths("lengths", *lengths, batch);
 }
 
 void KVCache::Impl::append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths_arg,
                            const at::Tensor& q) {
-  const auto lengths = lengths_arg ? std::optional<at::Tensor>(lengths_arg->to(k.device())) : std::nullopt;
-  if (captures(storage, k)) return append_captured(storage, k, v, lengths);
+  const bool capturing = captures(storage, k);
+  const auto lengths = lengths_on(k.device(), lengths_arg, capturing);
+  if (capturing) return append_captured(storage, k, v, lengths);
   const auto append_all = [&](Storage& s) {
     const std::vector<int64_t> counts = counts_of(lengths_arg, s.batch, k.size(2));
     if (q.defined()) note_queries(s, q, lengths_arg ? counts : counts_of({}, s.batch, q.size(2)));
@@ -209,7 +219,7 @@ at::Tensor KVCache::Impl::forward(const at::Tensor& q, const at::Tensor& k, cons
   TORCH_CHECK_VALUE(q.size(2) == k.size(2), "q has ", q.size(2), " rows, but k has ", k.size(2), " tokens");
   const bool capturing = captures(storage, k);
   if (!capturing) counts_of(lengths_arg, k.size(0), k.size(2));
-  const auto lengths = lengths_arg ? std::optional<at::Tensor>(lengths_arg->to(k.device())) : std::nullopt;
+  const auto lengths = lengths_on(k.device(), lengths_arg, capturing);
   at::Tensor out;
   const bool nothing_cached = !capturing && (!storage.started || current().longest() == 0);
   if (nothing_cached && !lengths && is_plain(o) && q.scalar_type() == k.scalar_type() && q.numel() > 0 &&

@@ -28,6 +28,14 @@ using Quality = Chosen<TensorFormat<D, 32, 1, 3, D, true, Keys<D / 4, 4>, Keys<D
 template <int D>
 using NearLossless = Chosen<TensorFormat<D, 32, 1, 4, D, true, Keys<D, 4>>>;
 
+#if defined(KIVI_TENSOR_FEW_FORMATS)
+// For builds with sanitizers, where each kernel takes long to compile: one format of each kind.
+#define KIVI_TENSOR_PLAIN_128(X) X(Plain<128, 2, 2>) X(Plain<128, 2, 4>) X(Plain<128, 4, 4>)
+#define KIVI_TENSOR_PLAIN_64(X) X(Plain<64, 2, 2>) X(Plain<64, 2, 4>) X(Plain<64, 4, 4>)
+#define KIVI_TENSOR_GROUPS(X) X(Plain<128, 2, 2, 64>)
+#define KIVI_TENSOR_SIZES(X) X(Plain<96, 4, 4>)
+#define KIVI_TENSOR_RECIPES(X) X(Balanced<64>) X(Balanced<128>) X(Quality<64>) X(Quality<128>)
+#else
 #define KIVI_TENSOR_PLAIN_128(X) X(Plain<128, 2, 2>) X(Plain<128, 4, 2>) X(Plain<128, 2, 4>) X(Plain<128, 4, 4>)
 #define KIVI_TENSOR_PLAIN_64(X) X(Plain<64, 2, 2>) X(Plain<64, 4, 2>) X(Plain<64, 2, 4>) X(Plain<64, 4, 4>)
 #define KIVI_TENSOR_GROUPS(X) \
@@ -52,6 +60,7 @@ using NearLossless = Chosen<TensorFormat<D, 32, 1, 4, D, true, Keys<D, 4>>>;
   X(Quality<128>)              \
   X(NearLossless<64>)          \
   X(NearLossless<128>)
+#endif
 
 #define KIVI_TENSOR_FORMATS(X) \
   KIVI_TENSOR_PLAIN_128(X)     \

@@ -65,7 +65,9 @@ struct CacheTensors {
 // Appends k [B, Hkv, T, D] and v [B, Hkv, T, Dv], of the dtype of the window; quantises every group that leaves the
 // window. Row b takes its first new_lengths[b] (int64) tokens. The pages that the quantised tokens need must stand in
 // the block table and belong to one row each. If a scale or zero does not fit a float8 or float16 format, `overflow`
-// (int32 [1]) becomes 1 and nothing that the cache holds changes; without `overflow` that is an error.
+// (int32 [1]) becomes 1 and nothing that the cache holds changes; without `overflow` that is an error. On CUDA, where
+// no operator waits for the device, such a group without `overflow` keeps the nearest scale and zero that fit, and
+// values in lengths and block table are checked by the kernels.
 KIVI_API void cache_append(const CacheTensors& cache, const at::Tensor& k, const at::Tensor& v, at::IntArrayRef format,
                            const std::optional<at::Tensor>& new_lengths = std::nullopt,
                            const std::optional<at::Tensor>& overflow = std::nullopt);
