@@ -73,15 +73,8 @@ std::tuple<at::Tensor, at::Tensor> cache_attention_cpu(
     const std::optional<at::Tensor>& attn_mask, bool is_causal, std::optional<double> scale, double softcap,
     int64_t window, const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& alibi_slopes,
     std::string_view precision, const std::optional<at::Tensor>& k_order) {
-  const CacheTensors cache{pool,
-                           block_table,
-                           lengths,
-                           quantized_lengths,
-                           sink_k,
-                           sink_v,
-                           window_k,
-                           window_v,
-                           k_order.value_or(at::Tensor())};
+  const CacheTensors cache =
+      cache_tensors(pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v, k_order);
   AttentionCall call =
       attention_call(q, cache, format, new_k, new_v, new_lengths,
                      {attn_mask, is_causal, scale, softcap, window, sinks, alibi_slopes, std::string(precision)});

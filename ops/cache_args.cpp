@@ -95,6 +95,17 @@ void check_pool(const at::Tensor& pool, const Format& format) {
   check_size("pool", pool, 1, "page size", page_bytes(format).value, "the format has page_bytes");
 }
 
+WidenCall widen_call(const at::Tensor& pool, at::IntArrayRef format_ints) {
+  WidenCall call;
+  call.from = call.to = format_from_ints(format_ints);
+  call.to.scale_type = check_widened(call.from);
+  check_pool(pool, call.from);
+  call.pool = pool.contiguous();
+  call.wide = at::empty({pool.size(0), page_bytes(call.to).value}, pool.options());
+  call.records = pool.size(0) * call.from.num_kv_heads * (kPageTokens / call.from.group_size);
+  return call;
+}
+
 namespace {
 
 void check_exact_part(const char* name, const at::Tensor& t, const c10::SymInt& batch, const Format& f, int64_t slots,

@@ -23,6 +23,30 @@ ScaleType check_widened(const Format& format);
 // A pool of pages of this format, contiguous or not.
 void check_pool(const at::Tensor& pool, const Format& format);
 
+// The arguments of an operator as the tensors of a cache.
+inline CacheTensors cache_tensors(const at::Tensor& pool, const at::Tensor& block_table, const at::Tensor& lengths,
+                                  const at::Tensor& quantized_lengths, const at::Tensor& sink_k,
+                                  const at::Tensor& sink_v, const at::Tensor& window_k, const at::Tensor& window_v,
+                                  const std::optional<at::Tensor>& k_order) {
+  return {pool,
+          block_table,
+          lengths,
+          quantized_lengths,
+          sink_k,
+          sink_v,
+          window_k,
+          window_v,
+          k_order.value_or(at::Tensor())};
+}
+
+// A call of cache_widen: checked, with the new pool allocated.
+struct WidenCall {
+  Format from, to;
+  at::Tensor pool, wide;
+  int64_t records;  // in each
+};
+WidenCall widen_call(const at::Tensor& pool, at::IntArrayRef format_ints);
+
 // Shapes, dtypes and devices of the tensors of a cache among themselves and against the format. Returns the batch size.
 c10::SymInt check_cache(const CacheTensors& cache, const Format& format);
 

@@ -232,15 +232,8 @@ void cache_append_cpu(at::Tensor& pool, const at::Tensor& block_table, at::Tenso
                       at::Tensor& window_v, const at::Tensor& k, const at::Tensor& v, at::IntArrayRef format_ints,
                       const std::optional<at::Tensor>& new_lengths, std::optional<at::Tensor> overflow,
                       const std::optional<at::Tensor>& k_order) {
-  const CacheTensors tensors{pool,
-                             block_table,
-                             lengths,
-                             quantized_lengths,
-                             sink_k,
-                             sink_v,
-                             window_k,
-                             window_v,
-                             k_order.value_or(at::Tensor())};
+  const CacheTensors tensors =
+      cache_tensors(pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v, k_order);
   const Format format = format_from_ints(format_ints);
   const c10::SymInt batch = check_cache(tensors, format);
   check_new_tokens(kAppendNames, k, v, new_lengths, batch, format, window_k.scalar_type(), pool.device());
@@ -317,15 +310,8 @@ std::tuple<at::Tensor, at::Tensor> cache_dequantize_cpu(const at::Tensor& pool, 
                                                         const at::Tensor& window_k, const at::Tensor& window_v,
                                                         at::IntArrayRef format_ints, c10::SymInt sym_length,
                                                         const std::optional<at::Tensor>& k_order) {
-  const CacheTensors tensors{pool,
-                             block_table,
-                             lengths,
-                             quantized_lengths,
-                             sink_k,
-                             sink_v,
-                             window_k,
-                             window_v,
-                             k_order.value_or(at::Tensor())};
+  const CacheTensors tensors =
+      cache_tensors(pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v, k_order);
   const Format format = format_from_ints(format_ints);
   check_cache(tensors, format);
   const int64_t length = sym_length.expect_int();
@@ -352,15 +338,8 @@ void cache_truncate_cpu(const at::Tensor& pool, const at::Tensor& block_table, a
                         at::Tensor& quantized_lengths, const at::Tensor& sink_k, const at::Tensor& sink_v,
                         at::Tensor& window_k, at::Tensor& window_v, at::IntArrayRef format_ints, int64_t length,
                         const std::optional<at::Tensor>& k_order) {
-  const CacheTensors tensors{pool,
-                             block_table,
-                             lengths,
-                             quantized_lengths,
-                             sink_k,
-                             sink_v,
-                             window_k,
-                             window_v,
-                             k_order.value_or(at::Tensor())};
+  const CacheTensors tensors =
+      cache_tensors(pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v, k_order);
   const Format format = format_from_ints(format_ints);
   check_cache(tensors, format);
   check_not_negative("length", length);
@@ -406,23 +385,17 @@ void cache_copy_pages_cpu(at::Tensor& pool, const at::Tensor& source, const at::
   });
 }
 
-at::Tensor cache_widen_cpu(const at::Tensor& pool_arg, at::IntArrayRef format_ints) {
-  const Format from = format_from_ints(format_ints);
-  Format to = from;
-  to.scale_type = check_widened(from);
-  check_pool(pool_arg, from);
-  const at::Tensor pool = pool_arg.contiguous();
-  at::Tensor wide = at::empty({pool.size(0), page_bytes(to).value}, pool.options());
-  const int64_t records = pool.size(0) * from.num_kv_heads * (kPageTokens / from.group_size);
-  const int64_t old_bytes = record_layout(from).bytes, new_bytes = record_layout(to).bytes;
-  const auto* old_records = static_cast<const uint8_t*>(pool.const_data_ptr());
-  auto* new_records = static_cast<uint8_t*>(wide.mutable_data_ptr());
-  at::parallel_for(0, records, 16, [&](int64_t begin, int64_t end) {
+at::Tensor cache_widen_cpu(const at::Tensor& pool, at::IntArrayRef format_ints) {
+  const WidenCall call = widen_call(pool, format_ints);
+  const int64_t old_bytes = record_layout(call.from).bytes, new_bytes = record_layout(call.to).bytes;
+  const auto* old_records = static_cast<const uint8_t*>(call.pool.const_data_ptr());
+  auto* new_records = static_cast<uint8_t*>(call.wide.mutable_data_ptr());
+  at::parallel_for(0, call.records, 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
-      cpu::widen_record(from, old_records + i * old_bytes, to, new_records + i * new_bytes);
+      cpu::widen_record(call.from, old_records + i * old_bytes, call.to, new_records + i * new_bytes);
     }
   });
-  return wide;
+  return call.wide;
 }
 
 }  // namespace

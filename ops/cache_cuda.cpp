@@ -38,15 +38,8 @@ void cache_append_cuda(at::Tensor& pool, const at::Tensor& block_table, at::Tens
                        const std::optional<at::Tensor>& new_lengths_arg, std::optional<at::Tensor> overflow,
                        const std::optional<at::Tensor>& k_order) {
   const CudaCall cuda(pool);
-  const CacheTensors cache{pool,
-                           block_table,
-                           lengths,
-                           quantized_lengths,
-                           sink_k,
-                           sink_v,
-                           window_k,
-                           window_v,
-                           k_order.value_or(at::Tensor())};
+  const CacheTensors cache =
+      cache_tensors(pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v, k_order);
   const Format format = format_from_ints(ints);
   const c10::SymInt batch = check_cache(cache, format);
   check_new_tokens({"k", "v", "new_lengths"}, k_arg, v_arg, new_lengths_arg, batch, format, window_k.scalar_type(),
@@ -76,15 +69,8 @@ std::tuple<at::Tensor, at::Tensor> cache_dequantize_cuda(const at::Tensor& pool,
                                                          at::IntArrayRef ints, c10::SymInt sym_length,
                                                          const std::optional<at::Tensor>& k_order) {
   const CudaCall cuda(pool);
-  const CacheTensors cache{pool,
-                           block_table,
-                           lengths,
-                           quantized_lengths,
-                           sink_k,
-                           sink_v,
-                           window_k,
-                           window_v,
-                           k_order.value_or(at::Tensor())};
+  const CacheTensors cache =
+      cache_tensors(pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v, k_order);
   const Format format = format_from_ints(ints);
   check_cache(cache, format);
   const int64_t length = sym_length.expect_int();
@@ -104,15 +90,8 @@ void cache_truncate_cuda(const at::Tensor& pool, const at::Tensor& block_table, 
                          at::Tensor& window_k, at::Tensor& window_v, at::IntArrayRef ints, int64_t length,
                          const std::optional<at::Tensor>& k_order) {
   const CudaCall cuda(pool);
-  const CacheTensors cache{pool,
-                           block_table,
-                           lengths,
-                           quantized_lengths,
-                           sink_k,
-                           sink_v,
-                           window_k,
-                           window_v,
-                           k_order.value_or(at::Tensor())};
+  const CacheTensors cache =
+      cache_tensors(pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v, k_order);
   const Format format = format_from_ints(ints);
   check_cache(cache, format);
   check_not_negative("length", length);
@@ -131,21 +110,15 @@ void cache_copy_pages_cuda(at::Tensor& pool, const at::Tensor& source, const at:
       "cache_copy_pages");
 }
 
-at::Tensor cache_widen_cuda(const at::Tensor& pool_arg, at::IntArrayRef ints) {
-  const CudaCall cuda(pool_arg);
-  const Format from = format_from_ints(ints);
-  Format to = from;
-  to.scale_type = check_widened(from);
-  check_pool(pool_arg, from);
-  const at::Tensor pool = pool_arg.contiguous();
-  at::Tensor wide = at::empty({pool.size(0), page_bytes(to).value}, pool.options());
-  const int64_t records = pool.size(0) * from.num_kv_heads * (kPageTokens / from.group_size);
-  if (records > 0) {
-    CudaCall::check(
-        cuda::widen(from, pool.const_data_ptr<uint8_t>(), to, wide.mutable_data_ptr<uint8_t>(), records, cuda.stream()),
-        "cache_widen");
+at::Tensor cache_widen_cuda(const at::Tensor& pool, at::IntArrayRef format_ints) {
+  const CudaCall cuda(pool);
+  const WidenCall call = widen_call(pool, format_ints);
+  if (call.records > 0) {
+    CudaCall::check(cuda::widen(call.from, call.pool.const_data_ptr<uint8_t>(), call.to,
+                                call.wide.mutable_data_ptr<uint8_t>(), call.records, cuda.stream()),
+                    "cache_widen");
   }
-  return wide;
+  return call.wide;
 }
 
 }  // namespace

@@ -34,9 +34,9 @@ void cache_append_meta(at::Tensor& pool, const at::Tensor& block_table, at::Tens
                        at::Tensor& window_v, const at::Tensor& k, const at::Tensor& v, at::IntArrayRef format_ints,
                        const OptionalTensor& new_lengths, OptionalTensor overflow, const OptionalTensor& k_order) {
   const Format format = format_from_ints(format_ints);
-  const c10::SymInt batch = check_cache({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k,
-                                         window_v, k_order.value_or(at::Tensor())},
-                                        format);
+  const c10::SymInt batch = check_cache(
+      cache_tensors(pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v, k_order),
+      format);
   check_new_tokens({"k", "v", "new_lengths"}, k, v, new_lengths, batch, format, window_k.scalar_type(), pool.device());
   if (overflow) check_overflow(*overflow, pool.device());
 }
@@ -49,9 +49,9 @@ std::tuple<at::Tensor, at::Tensor> cache_attention_meta(
     double softcap, int64_t window, const OptionalTensor& sinks, const OptionalTensor& alibi_slopes,
     std::string_view precision, const std::optional<at::Tensor>& k_order) {
   const Format format = format_from_ints(format_ints);
-  const c10::SymInt batch = check_cache({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k,
-                                         window_v, k_order.value_or(at::Tensor())},
-                                        format);
+  const c10::SymInt batch = check_cache(
+      cache_tensors(pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v, k_order),
+      format);
   CacheAttentionOptions options;
   options.attn_mask = attn_mask;
   options.is_causal = is_causal;
@@ -82,9 +82,9 @@ std::tuple<at::Tensor, at::Tensor> cache_dequantize_meta(const at::Tensor& pool,
                                                          at::IntArrayRef format_ints, c10::SymInt length,
                                                          const std::optional<at::Tensor>& k_order) {
   const Format format = format_from_ints(format_ints);
-  const c10::SymInt batch = check_cache({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k,
-                                         window_v, k_order.value_or(at::Tensor())},
-                                        format);
+  const c10::SymInt batch = check_cache(
+      cache_tensors(pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v, k_order),
+      format);
   TORCH_CHECK_VALUE(length >= 0, "length must not be negative, got ", length);
   const auto options = at::TensorOptions().device(pool.device()).dtype(window_k.scalar_type());
   return {at::empty_symint({batch, format.num_kv_heads, length, format.head_dim}, options),
@@ -95,8 +95,7 @@ void cache_truncate_meta(const at::Tensor& pool, const at::Tensor& block_table, 
                          at::Tensor& quantized_lengths, const at::Tensor& sink_k, const at::Tensor& sink_v,
                          at::Tensor& window_k, at::Tensor& window_v, at::IntArrayRef format_ints, int64_t length,
                          const std::optional<at::Tensor>& k_order) {
-  check_cache({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v,
-               k_order.value_or(at::Tensor())},
+  check_cache(cache_tensors(pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v, k_order),
               format_from_ints(format_ints));
   check_not_negative("length", length);
 }

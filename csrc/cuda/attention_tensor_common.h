@@ -60,6 +60,15 @@ KIVI_DEVICE uint32_t code_pair(uint32_t word, uint32_t high, int i) {
   const int bit = Bits * i;
   return codes_as_half2<Subnormal>(bit < 8 ? word & kMask << bit : high & kMask << (bit - 8));
 }
+// The A operand of two words of codes: pairs 2k and 2k + 1 of rows gid and gid + 8.
+template <int Bits, bool Subnormal>
+KIVI_DEVICE void code_fragment(uint32_t low_row, uint32_t high_row, int k, uint32_t (&a)[4]) {
+  const uint32_t low_shifted = low_row >> 8, high_shifted = high_row >> 8;
+  a[0] = code_pair<Bits, Subnormal>(low_row, low_shifted, 2 * k);
+  a[1] = code_pair<Bits, Subnormal>(high_row, high_shifted, 2 * k);
+  a[2] = code_pair<Bits, Subnormal>(low_row, low_shifted, 2 * k + 1);
+  a[3] = code_pair<Bits, Subnormal>(high_row, high_shifted, 2 * k + 1);
+}
 // Pair i of a plane of high bits in a word that was turned left by 2: 4 times the bits.
 template <bool Subnormal>
 KIVI_DEVICE uint32_t high_bit_pair(uint32_t turned, int i) {

@@ -410,13 +410,11 @@ class RecordAttention {
                                  own_codes<kWords>(words.z, tq_), own_codes<kWords>(words.w, tq_)};
 #pragma unroll
           for (int t = 0; t < 2; t++) {
-            const uint32_t wa = w[2 * t], wb = w[2 * t + 1], ha = wa >> 8, hb = wb >> 8;
+            const uint32_t wa = w[2 * t], wb = w[2 * t + 1];
 #pragma unroll
             for (int k = 0; k < kCount / 2; k++) {
-              const uint32_t a[4] = {code_pair<kBits, F::kSubnormalCodes>(wa, ha, 2 * k),
-                                     code_pair<kBits, F::kSubnormalCodes>(wb, hb, 2 * k),
-                                     code_pair<kBits, F::kSubnormalCodes>(wa, ha, 2 * k + 1),
-                                     code_pair<kBits, F::kSubnormalCodes>(wb, hb, 2 * k + 1)};
+              uint32_t a[4];
+              code_fragment<kBits, F::kSubnormalCodes>(wa, wb, k, a);
 #pragma unroll
               for (int n = 0; n < NT; n++) {
                 const uint32_t b[2] = {scaled[n][2 * k], scaled[n][2 * k + 1]};
@@ -640,13 +638,11 @@ class RecordAttention {
         load_value_words<kShort>(v_codes_[0] + stage + 128 * index + b * 4 * F::kVStride, w);
 #pragma unroll
         for (int t = 0; t < (kShort ? 1 : 2); t++) {
-          const uint32_t wa = w[2 * t], wb = w[2 * t + 1], ha = wa >> 8, hb = wb >> 8;
+          const uint32_t wa = w[2 * t], wb = w[2 * t + 1];
 #pragma unroll
           for (int k = 0; k < kOfWord / 2; k++) {
-            const uint32_t a[4] = {code_pair<kBits, F::kSubnormalCodes>(wa, ha, 2 * k),
-                                   code_pair<kBits, F::kSubnormalCodes>(wb, hb, 2 * k),
-                                   code_pair<kBits, F::kSubnormalCodes>(wa, ha, 2 * k + 1),
-                                   code_pair<kBits, F::kSubnormalCodes>(wb, hb, 2 * k + 1)};
+            uint32_t a[4];
+            code_fragment<kBits, F::kSubnormalCodes>(wa, wb, k, a);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
               const uint32_t pair[2] = {scaled[n][b * kOfWord + 2 * k], scaled[n][b * kOfWord + 2 * k + 1]};
