@@ -33,7 +33,7 @@ ALLOWED = []
 # Whose tests a file is covered by, where that is not tests/cuda/<name>_test.cpp: pattern of the file's name, tests.
 TESTS = [
     ("attention_tensor*", ["attention_tensor"]),
-    ("attention*", ["attention"]),
+    ("attention*", ["attention", "attention_bits"]),
     ("storage.h", ["append", "records"]),
     ("sample_kernel.h", ["emulator"]),
 ]
