@@ -75,10 +75,11 @@ void check_supported_device(const char* name, const at::Tensor& t) {
               ", but this build of Kivi has no CUDA kernels; configure it with -DKIVI_WITH_CUDA=ON");
 }
 
-// Whether the call is being captured in a CUDA graph: then nothing may be asked of the device. `k`: a tensor on it.
-bool captures(const Storage& s, const at::Tensor& k) {
+// Whether the call is being captured in a CUDA graph: then nothing may be asked of the device. `first`: of the call's
+// tensors, for a cache that has none yet.
+bool captures(const Storage& s, const at::Tensor& first) {
   if (s.started && !s.host_table.defined()) return false;
-  const bool capturing = kivi::is_capturing(k);
+  const bool capturing = kivi::is_capturing(s.started ? s.tensors.lengths : first);
   TORCH_CHECK(s.started || !capturing,
               "the first tokens of a cache cannot be captured in a graph; append them, and call ",
               "reserve, before the capture");
@@ -218,8 +219,10 @@ at::Tensor KVCache::Impl::forward(const at::Tensor& q, const at::Tensor& k, cons
   check_attention(q, k.size(0), format, k.device(), op_options(o, options.precision));
   TORCH_CHECK_VALUE(q.size(2) == k.size(2), "q has ", q.size(2), " rows, but k has ", k.size(2), " tokens");
   const bool capturing = captures(storage, k);
-  if (!capturing) counts_of(lengths_arg, k.size(0), k.size(2));
   const auto lengths = lengths_on(k.device(), lengths_arg, capturing);
+  // Fetched once: it waits for the device where they are there.
+  const auto known = lengths_arg && !capturing ? std::optional<at::Tensor>(lengths_arg->to(at::kCPU)) : lengths;
+  if (!capturing) counts_of(known, k.size(0), k.size(2));
   at::Tensor out;
   const bool nothing_cached = !capturing && (!storage.started || current().longest() == 0);
   if (nothing_cached && !lengths && is_plain(o) && q.scalar_type() == k.scalar_type() && q.numel() > 0 &&
@@ -230,7 +233,7 @@ at::Tensor KVCache::Impl::forward(const at::Tensor& q, const at::Tensor& k, cons
     const Storage& s = storage.started ? storage : empty;
     out = std::get<0>(attend_storage(s, q, o, options.precision, k, v, lengths));
   }
-  append(k, v, lengths_arg, q);
+  append(k, v, known, q);
   return out;
 }
 

@@ -64,6 +64,7 @@ Storage start_storage(const Format& format, int64_t batch, const at::TensorOptio
 
 void upload_table(Storage& s) {
   if (!s.host_table.defined()) return;
+  const PlainTensors guard;
   at::Tensor& table = s.tensors.block_table;
   if (table.sizes() != s.host_table.sizes()) table = at::empty(s.host_table.sizes(), table.options());
   table.copy_(s.host_table, /*non_blocking=*/true);

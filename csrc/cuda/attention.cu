@@ -14,28 +14,34 @@ int64_t scratch_bytes(const AttentionParams& p, int64_t parts) {
   return part_offset(p, parts, p.batch, 0, 0, 0) * static_cast<int64_t>(sizeof(float));
 }
 
+struct Plan {
+  bool tensor_cores;
+  int64_t parts;
+};
+
 // Two parts hold the same results as more do (launch_generic_parts). The tensor-core kernel always divides: it is for
 // few queries.
-int64_t number_of_parts(const AttentionParams& p) {
+Plan plan_of(const AttentionParams& p) {
   const int64_t most = most_parts(p.block_table_stride);
-  if (most <= 2 || tensor_parts_support(p) || scratch_bytes(p, most) <= kMostScratchBytes) return most;
-  return 2;
+  const bool tensor_cores = tensor_parts_support(p);
+  const bool all = most <= 2 || tensor_cores || scratch_bytes(p, most) <= kMostScratchBytes;
+  return {tensor_cores, all ? most : 2};
 }
 
 }  // namespace
 
 int64_t attention_scratch_bytes(const AttentionParams& params) {
-  return round_up(scratch_bytes(params, number_of_parts(params)), 256);
+  return round_up(scratch_bytes(params, plan_of(params).parts), 256);
 }
 
 cudaError_t attention(const AttentionParams& params, void* scratch, cudaStream_t stream) {
   if (params.batch == 0 || params.num_heads == 0 || params.q_len == 0) return cudaSuccess;
-  const int64_t parts = number_of_parts(params);
+  const Plan plan = plan_of(params);
   auto* const results = static_cast<float*>(scratch);
-  const cudaError_t error = tensor_parts_support(params) ? launch_tensor_parts(params, parts, results, stream)
-                                                         : launch_generic_parts(params, parts, results, stream);
+  const cudaError_t error = plan.tensor_cores ? launch_tensor_parts(params, plan.parts, results, stream)
+                                              : launch_generic_parts(params, plan.parts, results, stream);
   if (error != cudaSuccess) return error;
-  return launch_merge(params, parts, results, stream);
+  return launch_merge(params, plan.parts, results, stream);
 }
 
 }  // namespace kivi::cuda

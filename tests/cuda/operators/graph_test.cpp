@@ -2,6 +2,7 @@
 // so what the host did while it captured is not done again.
 #include <ATen/ATen.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -141,6 +142,26 @@ TEST(Graph, TruncationKeepsWhatWasReserved) {
     eager.append(k, v);
   }
   EXPECT_TRUE(same_state(graphed.state(), eager.state()));
+}
+
+// The block table of the device grows in one mode and is written in another: its buffers must be plain.
+TEST(BlockTable, IsUploadedInAnyMode) {
+  KVCache plain = cache_of("kivi"), cache = cache_of("kivi");
+  const at::Tensor k = tokens(1100, 1), v = tokens(1100, 2);
+  const auto append = [&](KVCache& c, int64_t begin, int64_t end) {
+    c.append(k.narrow(2, begin, end - begin), v.narrow(2, begin, end - begin));
+  };
+  {
+    const c10::InferenceMode mode;
+    append(cache, 0, 700);
+    append(cache, 700, 800);  // one more page: the table gets room for two
+  }
+  append(cache, 800, 900);
+  append(cache, 900, 1100);
+  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 700}, {700, 800}, {800, 900}, {900, 1100}}) {
+    append(plain, begin, end);
+  }
+  EXPECT_TRUE(same_state(cache.state(), plain.state()));
 }
 
 }  // namespace
