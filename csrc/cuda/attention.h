@@ -10,7 +10,8 @@
 namespace kivi::cuda {
 
 // `scratch` holds the results of `parts` parts for every kv head of every row of the batch. A kernel of parts writes
-// max and sum of every query row of every part, also of the empty ones.
+// max and sum of every query row of every part, also of the empty ones. `parts` is most_parts of the block table; for
+// the generic kernel it may be 2, and part 1 then takes all runs of a row one after another, with the same results.
 
 // Any format, options and dtypes.
 cudaError_t launch_generic_parts(const AttentionParams& params, int64_t parts, float* scratch, cudaStream_t stream);
