@@ -60,6 +60,11 @@ void fill_order(const Format& f, const float* score, int16_t* order) {
 
 }  // namespace
 
+bool is_key_order(const at::Tensor& order) {
+  const at::Tensor sorted = std::get<0>(order.to(at::kLong).sort(-1));
+  return at::equal(sorted, at::arange(order.size(-1), at::kLong).expand_as(sorted));
+}
+
 void note_queries(CacheStorage& s, const at::Tensor& q, const std::vector<int64_t>& counts) {
   if (s.format.num_key_classes == 0) return;
   const PlainTensors guard;

@@ -1,11 +1,15 @@
 // The saved form of a kivi::KVCache: what pickling stores and how it is checked when it comes back.
 // (header, integers, tensors): integers are [version, precision is exact, batch or -1, scale type in use, checksum of
 // everything else, F, F of the format as constructed (see cache_format), B lengths, B quantised lengths]; tensors, when
-// tokens were ever seen: pages in use [pages, page_bytes], block table over them [B, max], sink keys and values of the
-// tokens held, exact window of each row from its first exact token on; with classes of key channels the orders and the
-// sums of the squared queries. Last, also before any token, the order that set_key_order gave, if it did.
+// tokens were ever seen: the records that hold tokens, [n, record_bytes], page by page and in a page head by head; block
+// table over the pages, [B, max]; keys and values of the exact tokens, [Hkv, n, D] and [..., Dv], row by row, those of
+// the sink before those of the window; with classes of key channels the orders and the sums of the squared queries.
+// Last, also before any token, the order that set_key_order gave, if it did. So the saved form has the size of what is
+// held: no half-filled page, no padding of shorter rows.
 
 #include <algorithm>
+#include <cstring>
+#include <numeric>
 
 #include "ops/cache_args.h"
 #include "ops/cache_storage.h"
@@ -19,57 +23,98 @@ using Storage = CacheStorage;
 namespace {
 
 constexpr const char* kStateHeader = "kivi.KVCache";
-constexpr int64_t kStateVersion = 2;
+constexpr int64_t kStateVersion = 3;
 constexpr size_t kChecksumAt = 4, kFixedInts = 6;
 
-int64_t exact_count(const Storage& s, int64_t b) {
-  return std::max<int64_t>(s.lengths[b] - s.format.sink_length - s.quantized[b], 0);
+// The exact tokens of a row: of the sink, and after it.
+struct ExactTokens {
+  int64_t sink, window;
+};
+
+ExactTokens exact_tokens(const Format& f, int64_t length, int64_t quantized) {
+  const int64_t sink = std::min(f.sink_length, length);
+  return {sink, length - sink - quantized};
 }
 
-// Copies the exact window of every row between the ring and an array that starts at the row's first exact token.
-void copy_window(const Storage& s, const at::Tensor& ring, const at::Tensor& straight, bool to_ring) {
+// Copies the exact tokens of every row between a cache's sink and ring and an array that holds row after row.
+void copy_exact(const Storage& s, const at::Tensor& sink, const at::Tensor& ring, const at::Tensor& straight,
+                bool to_cache) {
   const int64_t capacity = ring.size(2);
+  int64_t at = 0;
+  const auto copy = [&](const at::Tensor& in_cache, int64_t count) {
+    at::Tensor in_array = straight.narrow(1, at, count);
+    at += count;
+    if (to_cache) {
+      in_cache.copy_(in_array);
+    } else {
+      in_array.copy_(in_cache);
+    }
+  };
   for (int64_t b = 0; b < s.batch; b++) {
-    for (int64_t i = 0, count = exact_count(s, b); i < count;) {
-      const int64_t slot = (s.quantized[b] + i) % capacity, run = std::min(count - i, capacity - slot);
-      at::Tensor in_ring = ring.select(0, b).narrow(1, slot, run), in_array = straight.select(0, b).narrow(1, i, run);
-      if (to_ring) {
-        in_ring.copy_(in_array);
-      } else {
-        in_array.copy_(in_ring);
-      }
+    const ExactTokens row = exact_tokens(s.format, s.lengths[b], s.quantized[b]);
+    copy(sink.select(0, b).narrow(1, 0, row.sink), row.sink);
+    for (int64_t i = 0; i < row.window;) {
+      const int64_t slot = (s.quantized[b] + i) % capacity, run = std::min(row.window - i, capacity - slot);
+      copy(ring.select(0, b).narrow(1, slot, run), run);
       i += run;
     }
   }
 }
 
-// The pages in use, renumbered; records past a row's quantised tokens are zeroed unless another row fills them.
+// How many records of a head each page holds: as many as the row that fills it most. `table`: [B, width].
+std::vector<int64_t> filled_records(const Format& f, const int32_t* table, int64_t width, int64_t pages,
+                                    const std::vector<int64_t>& quantized) {
+  std::vector<int64_t> filled(static_cast<size_t>(pages), 0);
+  for (size_t b = 0; b < quantized.size(); b++) {
+    for (int64_t i = 0; i < pages_for(quantized[b]); i++) {
+      int64_t& page = filled[table[static_cast<int64_t>(b) * width + i]];
+      page = std::max(page, std::min(kPageTokens, quantized[b] - i * kPageTokens) / f.group_size);
+    }
+  }
+  return filled;
+}
+
+// Calls copy(offset in the pool, offset in an array without the unused records, bytes) for the records of every page
+// and head.
+template <typename Copy>
+void for_each_run(const Format& f, const std::vector<int64_t>& filled, const std::vector<int64_t>& pages,
+                  const Copy& copy) {
+  const int64_t bytes = record_layout(f).bytes, head_bytes = kPageTokens / f.group_size * bytes;
+  int64_t at = 0;
+  for (size_t i = 0; i < filled.size(); i++) {
+    for (int64_t h = 0; h < f.num_kv_heads; h++, at += filled[i] * bytes) {
+      copy((pages[i] * f.num_kv_heads + h) * head_bytes, at, static_cast<size_t>(filled[i] * bytes));
+    }
+  }
+}
+
+// The records in use, with the block table over the pages renumbered in the order of their first use.
 std::pair<at::Tensor, at::Tensor> pack_pages(const Storage& s) {
-  const int64_t group = s.format.group_size, records = kPageTokens / group;
-  std::vector<int64_t> used, filled, number(static_cast<size_t>(s.pages()), -1);
+  std::vector<int64_t> used, number(static_cast<size_t>(s.pages()), -1);
   int64_t width = 0;
   for (int64_t b = 0; b < s.batch; b++) width = std::max(width, pages_for(s.quantized[b]));
   at::Tensor table = at::zeros({s.batch, width}, at::kInt);
+  auto* entries = table.mutable_data_ptr<int32_t>();
   for (int64_t b = 0; b < s.batch; b++) {
     for (int64_t i = 0; i < pages_for(s.quantized[b]); i++) {
-      const int32_t page = s.table_row(b)[i];
-      if (number[page] < 0) {
-        number[page] = static_cast<int64_t>(used.size());
-        used.push_back(page);
-        filled.push_back(0);
+      int64_t& page = number[s.table_row(b)[i]];
+      if (page < 0) {
+        page = static_cast<int64_t>(used.size());
+        used.push_back(s.table_row(b)[i]);
       }
-      int64_t& full = filled[number[page]];
-      full = std::max(full, std::min(records, (s.quantized[b] - i * kPageTokens) / group));
-      table.mutable_data_ptr<int32_t>()[b * width + i] = static_cast<int32_t>(number[page]);
+      entries[b * width + i] = static_cast<int32_t>(page);
     }
   }
-  at::Tensor pages = s.tensors.pool.index_select(0, at::tensor(used, at::TensorOptions().dtype(at::kLong)));
-  const at::Tensor by_record =
-      pages.view({pages.size(0), s.format.num_kv_heads, records, record_layout(s.format).bytes});
-  for (int64_t i = 0; i < pages.size(0); i++) {
-    if (filled[i] < records) by_record.select(0, i).narrow(1, filled[i], records - filled[i]).zero_();
-  }
-  return {pages, table};
+  const std::vector<int64_t> filled =
+      filled_records(s.format, entries, width, static_cast<int64_t>(used.size()), s.quantized);
+  const int64_t count = std::accumulate(filled.begin(), filled.end(), int64_t{0}) * s.format.num_kv_heads;
+  at::Tensor records = at::empty({count, record_layout(s.format).bytes}, at::kByte);
+  const auto* from = s.tensors.pool.const_data_ptr<uint8_t>();
+  auto* to = records.mutable_data_ptr<uint8_t>();
+  for_each_run(s.format, filled, used, [=](int64_t in_pool, int64_t in_records, size_t bytes) {
+    std::memcpy(to + in_records, from + in_pool, bytes);
+  });
+  return {records, table};
 }
 
 int64_t checksum(const std::vector<int64_t>& ints, const std::vector<at::Tensor>& tensors) {
@@ -122,19 +167,15 @@ KVCache::State KVCache::state() const {
   ints.insert(ints.end(), s.quantized.begin(), s.quantized.end());
   const CacheTensors& t = s.tensors;
   int64_t exact = 0;
-  for (int64_t b = 0; b < s.batch; b++) exact = std::max(exact, exact_count(s, b));
-  const int64_t sinks = std::min(s.format.sink_length, s.longest()), heads = s.format.num_kv_heads;
-  const at::Tensor window_k = at::zeros({s.batch, heads, exact, s.format.head_dim}, t.window_k.options());
-  const at::Tensor window_v = at::zeros({s.batch, heads, exact, s.format.value_head_dim}, t.window_k.options());
-  copy_window(s, t.window_k, window_k, false);
-  copy_window(s, t.window_v, window_v, false);
-  const auto [pages, table] = pack_pages(s);
+  for (int64_t b = 0; b < s.batch; b++) exact += s.lengths[b] - s.quantized[b];
+  const at::Tensor exact_k = at::empty({s.format.num_kv_heads, exact, s.format.head_dim}, t.window_k.options());
+  const at::Tensor exact_v = at::empty({s.format.num_kv_heads, exact, s.format.value_head_dim}, t.window_v.options());
+  copy_exact(s, t.sink_k, t.window_k, exact_k, false);
+  copy_exact(s, t.sink_v, t.window_v, exact_v, false);
+  const auto [records, table] = pack_pages(s);
   std::vector<at::Tensor> orders;
   if (t.k_order.defined()) orders = {t.k_order.clone(), s.query_squares.clone()};
-  KVCache::State whole = {
-      kStateHeader,
-      ints,
-      {pages, table, t.sink_k.narrow(2, 0, sinks).clone(), t.sink_v.narrow(2, 0, sinks).clone(), window_k, window_v}};
+  KVCache::State whole = {kStateHeader, ints, {records, table, exact_k, exact_v}};
   auto& all = std::get<2>(whole);
   all.insert(all.end(), orders.begin(), orders.end());
   all.insert(all.end(), given.begin(), given.end());
@@ -161,7 +202,7 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   auto cache = c10::make_intrusive<KVCache>(options_of(format, ints[1] == 1 ? "exact" : "fast"));
   const int64_t batch = ints[2];
   const bool classes = format.num_key_classes > 0;
-  const size_t expected = batch == -1 ? 0 : classes ? 8 : 6;
+  const size_t expected = batch == -1 ? 0 : classes ? 6 : 4;
   const bool order_given = classes && tensors.size() == expected + 1;
   if (order_given) {
     check_state_tensor("the given order", tensors.back(), at::kShort, {format.num_kv_heads, format.head_dim});
@@ -187,45 +228,43 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   const auto first = ints.begin() + static_cast<int64_t>(fixed_ints);
   std::vector<int64_t> lengths(first, first + batch);
   std::vector<int64_t> quantized(first + batch, ints.end());
-  int64_t longest = 0, exact = 0, width = 0;
+  int64_t exact = 0, width = 0;
   for (int64_t b = 0; b < batch; b++) {
     const int64_t n = lengths[b], m = quantized[b];
     TORCH_CHECK_VALUE(n >= 0 && n < (int64_t{1} << 40) && m >= 0 && m % format.group_size == 0 &&
                           (m == 0 || m <= n - format.sink_length) &&
                           n - format.sink_length - m < format.residual_length + format.group_size,
                       "saved KVCache: row ", b, " has length ", n, " and quantised length ", m);
-    longest = std::max(longest, n);
-    exact = std::max(exact, n - format.sink_length - m);
+    exact += n - m;
     width = std::max(width, pages_for(m));
   }
-  const auto dtype = tensors[4].defined() ? tensors[4].scalar_type() : at::kFloat;
-  TORCH_CHECK_VALUE(is_supported_float(dtype), "saved KVCache: window of ", dtype);
-  const int64_t heads = format.num_kv_heads, sinks = std::min(format.sink_length, longest);
-  const int64_t pages = tensors[0].defined() && tensors[0].dim() == 2 ? tensors[0].size(0) : 0;
-  check_state_tensor("pages", tensors[0], at::kByte, {pages, page_bytes(format).value});
+  const at::Tensor& window = tensors[2];
+  const auto dtype = window.defined() ? window.scalar_type() : at::kFloat;
+  TORCH_CHECK_VALUE(is_supported_float(dtype), "saved KVCache: exact tokens of ", dtype);
+  const int64_t heads = format.num_kv_heads;
   check_state_tensor("block_table", tensors[1], at::kInt, {batch, width});
-  check_state_tensor("sink_k", tensors[2], dtype, {batch, heads, sinks, format.head_dim});
-  check_state_tensor("sink_v", tensors[3], dtype, {batch, heads, sinks, format.value_head_dim});
-  check_state_tensor("window_k", tensors[4], dtype, {batch, heads, exact, format.head_dim});
-  check_state_tensor("window_v", tensors[5], dtype, {batch, heads, exact, format.value_head_dim});
-
+  check_state_tensor("exact_k", tensors[2], dtype, {heads, exact, format.head_dim});
+  check_state_tensor("exact_v", tensors[3], dtype, {heads, exact, format.value_head_dim});
   if (classes) {
-    check_state_tensor("k_order", tensors[6], at::kShort, {batch, heads, format.head_dim});
-    check_state_tensor("query_squares", tensors[7], at::kFloat, {batch, heads, format.head_dim});
+    check_state_tensor("k_order", tensors[4], at::kShort, {batch, heads, format.head_dim});
+    check_state_tensor("query_squares", tensors[5], at::kFloat, {batch, heads, format.head_dim});
   }
   // All of it is checked before memory is taken for what it claims to be.
   const at::Tensor table = tensors[1].contiguous();
-  std::vector<bool> used(static_cast<size_t>(pages), false);
+  const auto* entries = table.const_data_ptr<int32_t>();
+  int64_t pages = 0;
   for (int64_t b = 0; b < batch; b++) {
     for (int64_t i = 0; i < pages_for(quantized[b]); i++) {
-      const int32_t page = table.const_data_ptr<int32_t>()[b * width + i];
-      TORCH_CHECK_VALUE(page >= 0 && page < pages, "saved KVCache: block_table[", b, "][", i, "] is ", page, " of ",
-                        pages, " pages");
-      used[static_cast<size_t>(page)] = true;
+      // Pages are numbered by their first use, so that none is left out and few can be made of much.
+      const int32_t page = entries[b * width + i];
+      TORCH_CHECK_VALUE(page >= 0 && page <= pages, "saved KVCache: block_table[", b, "][", i, "] is ", page,
+                        ", expected 0 to ", pages);
+      pages = std::max<int64_t>(pages, page + 1);
     }
   }
-  const auto unused = std::count(used.begin(), used.end(), false);
-  TORCH_CHECK_VALUE(unused == 0, "saved KVCache: ", unused, " of ", pages, " pages are in no row of the block table");
+  const std::vector<int64_t> filled = filled_records(format, entries, width, pages, quantized);
+  const int64_t count = std::accumulate(filled.begin(), filled.end(), int64_t{0}) * heads;
+  check_state_tensor("records", tensors[0], at::kByte, {count, record_layout(format).bytes});
   check_checksum(ints, tensors);
 
   const PlainTensors guard;
@@ -233,20 +272,32 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   s.lengths = lengths;
   s.quantized = quantized;
   s.page_users.assign(static_cast<size_t>(pages), 0);
-  s.tensors.pool = tensors[0].clone(at::MemoryFormat::Contiguous);
+  s.tensors.pool = at::zeros({pages, page_bytes(format).value}, at::kByte);
+  std::vector<int64_t> in_order(static_cast<size_t>(pages));
+  std::iota(in_order.begin(), in_order.end(), 0);
+  const at::Tensor records = tensors[0].contiguous();
+  const auto* from = records.const_data_ptr<uint8_t>();
+  auto* to = s.tensors.pool.mutable_data_ptr<uint8_t>();
+  for_each_run(format, filled, in_order, [=](int64_t in_pool, int64_t in_records, size_t bytes) {
+    std::memcpy(to + in_pool, from + in_records, bytes);
+  });
   s.tensors.block_table = table.clone();
   if (s.host_table.defined()) s.host_table = table.clone();
   for (int64_t b = 0; b < batch; b++) s.row_pages[b] = pages_for(quantized[b]);
   recount_pages(s);
   if (classes) {
-    s.tensors.k_order.copy_(tensors[6]);
-    s.query_squares.copy_(tensors[7]);
-    for (int64_t b = 0; b < batch; b++) s.ordered[b] = s.tensors.k_order[b][0][0].item<int16_t>() >= 0 ? 1 : 0;
+    s.tensors.k_order.copy_(tensors[4]);
+    s.query_squares.copy_(tensors[5]);
+    for (int64_t b = 0; b < batch; b++) {
+      const at::Tensor order = s.tensors.k_order[b];
+      s.ordered[b] = order[0][0].item<int16_t>() >= 0 ? 1 : 0;
+      TORCH_CHECK_VALUE(s.ordered[b] != 0 ? is_key_order(order) : quantized[b] == 0,
+                        "saved KVCache: k_order of row ", b, " does not name each of the ", format.head_dim,
+                        " channels once for every head");
+    }
   }
-  s.tensors.sink_k.narrow(2, 0, sinks).copy_(tensors[2]);
-  s.tensors.sink_v.narrow(2, 0, sinks).copy_(tensors[3]);
-  copy_window(s, s.tensors.window_k, tensors[4], true);
-  copy_window(s, s.tensors.window_v, tensors[5], true);
+  copy_exact(s, s.tensors.sink_k, s.tensors.window_k, tensors[2], true);
+  copy_exact(s, s.tensors.sink_v, s.tensors.window_v, tensors[3], true);
   std::copy(s.lengths.begin(), s.lengths.end(), s.tensors.lengths.mutable_data_ptr<int64_t>());
   std::copy(s.quantized.begin(), s.quantized.end(), s.tensors.quantized_lengths.mutable_data_ptr<int64_t>());
   cache->impl_->storage = std::move(s);

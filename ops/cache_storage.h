@@ -81,6 +81,8 @@ void note_queries(CacheStorage& s, const at::Tensor& q, const std::vector<int64_
 // have one. `given`: [Hkv, D], or undefined.
 void choose_orders(CacheStorage& s, const at::Tensor& k, const std::vector<int64_t>& after_quantized,
                    const at::Tensor& given);
+// Whether each row [..., D] names every channel once.
+bool is_key_order(const at::Tensor& order);
 
 // An empty cache for `batch` rows, with the dtype and device of `like`.
 CacheStorage start_storage(const Format& format, int64_t batch, const at::TensorOptions& like);

@@ -241,7 +241,7 @@ TEST(C22_SaveAndLoad, EveryPairOfWidthsAtTheLengthsOfTheCase) {
   }
 }
 
-// Widths are told apart by the size of the pages: another one for each at groups of 32 tokens and 64 channels.
+// Widths are told apart by the size of the records: another one for each at groups of 32 tokens and 64 channels.
 TEST(C22_SaveAndLoad, ATamperedStateIsRefused) {
   KVCache cache(case_options(2, 64, 32, 8, 4, 3, 2));
   cache.append(randn({1, 2, 80, 64}, 24), randn({1, 2, 80, 64}, 25));
@@ -256,15 +256,15 @@ TEST(C22_SaveAndLoad, ATamperedStateIsRefused) {
   // heads, D, Dv, K bits, V bits, G.
   refused([](auto& ints, auto&) { ints[0] = 99; }, {"version", "99"});
   refused([](auto& ints, auto&) { ints[6] = 99; }, {"version", "99"});
-  for (const int64_t bits : {1, 2, 4, 8}) refused([=](auto& ints, auto&) { ints[10] = bits; }, {"pages"});
+  for (const int64_t bits : {1, 2, 4, 8}) refused([=](auto& ints, auto&) { ints[10] = bits; }, {"records"});
   refused([](auto& ints, auto&) { ints[10] = 5; }, {"k_bits", "5"});
-  for (const int64_t bits : {1, 3, 4, 8}) refused([=](auto& ints, auto&) { ints[11] = bits; }, {"pages"});
+  for (const int64_t bits : {1, 3, 4, 8}) refused([=](auto& ints, auto&) { ints[11] = bits; }, {"records"});
   refused([](auto& ints, auto&) { ints[12] = 128; }, {"quantised length 64"});
   refused([](auto& ints, auto&) { ints[3] = 32; }, {"scale type", "32", "16"});
-  refused([](auto&, auto& t) { t[0] = t[0].narrow(1, 0, t[0].size(1) - 64); }, {"pages"});
-  refused([](auto&, auto& t) { t[4] = t[4].narrow(2, 0, 1); }, {"window_k"});
-  refused([](auto&, auto& t) { t[5] = t[5].to(at::kHalf); }, {"window_v", "Float", "Half"});
-  refused([](auto&, auto& t) { t.pop_back(); }, {"tensors", "5", "6"});
+  refused([](auto&, auto& t) { t[0] = t[0].narrow(1, 0, t[0].size(1) - 64); }, {"records"});
+  refused([](auto&, auto& t) { t[2] = t[2].narrow(1, 0, 1); }, {"exact_k"});
+  refused([](auto&, auto& t) { t[3] = t[3].to(at::kHalf); }, {"exact_v", "Float", "Half"});
+  refused([](auto&, auto& t) { t.pop_back(); }, {"tensors", "3", "4"});
 }
 
 // At 16 tokens or 16 channels 1 and 2 bits, and 3 and 4 bits, fill words of the same size: only the checksum can tell.

@@ -103,7 +103,7 @@ TEST(State, TamperedTensorsAreRefused) {
   const KVCache::State good = sample_state();
   ASSERT_TRUE(same_state(KVCache::from_state(good)->state(), good));
   const size_t count = std::get<2>(good).size();
-  ASSERT_EQ(count, 6u);
+  ASSERT_EQ(count, 4u);
   for (size_t i = 0; i < count; i++) {
     const at::Tensor t = std::get<2>(good)[i];
     std::vector<at::Tensor> wrong = {at::Tensor(),
@@ -163,8 +163,10 @@ TEST(State, TamperedIntegersAreRefused) {
   std::get<0>(bad) = "another class";
   expect_error([&] { KVCache::from_state(bad); }, {"another class", "kivi.KVCache"});
   bad = good;
-  std::get<1>(bad)[0] = 1;
-  expect_error([&] { KVCache::from_state(bad); }, {"version", "1", "2"});
+  for (const int64_t old : {1, 2}) {
+    std::get<1>(bad)[0] = old;
+    expect_error([&] { KVCache::from_state(bad); }, {"version", std::to_string(old), "3"});
+  }
 }
 
 // Every bit of the integers, and bits all over the tensors.
