@@ -11,6 +11,7 @@
 #include "ops/cache_storage.h"
 #include "ops/cuda_library.h"
 #include "ops/options.h"
+#include "ops/registration.h"
 
 namespace kivi {
 
@@ -290,6 +291,7 @@ void KVCache::Impl::select(const char* name, const at::Tensor& rows_arg) {
 }
 
 KVCache::KVCache(const CacheOptions& options) : impl_(std::make_unique<Impl>()) {
+  check_only_copy();
   impl_->options = options;
   impl_->format = format_of(options);
   impl_->options.value_head_dim = impl_->format.value_head_dim;
@@ -326,6 +328,7 @@ at::Tensor cast_float(const at::Tensor& t, at::ScalarType type) {
 
 at::Tensor KVCache::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const AttentionOptions& options, const std::optional<at::Tensor>& lengths) {
+  const Writing writing(*impl_);
   const Storage& s = impl_->storage;
   if (const auto type = autocast_dtype(k)) {
     const auto stored = s.started ? s.tensors.window_k.scalar_type() : *type;
@@ -336,6 +339,7 @@ at::Tensor KVCache::forward(const at::Tensor& q, const at::Tensor& k, const at::
 
 void KVCache::append(const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
                      const std::optional<at::Tensor>& q) {
+  const Writing writing(*impl_);
   const Storage& s = impl_->storage;
   at::Tensor k_cast = k, v_cast = v;
   if (const auto type = autocast_dtype(k)) {
@@ -354,34 +358,46 @@ void KVCache::append(const at::Tensor& k, const at::Tensor& v, const std::option
 }
 
 at::Tensor KVCache::attend(const at::Tensor& q, const AttentionOptions& options) const {
+  const Reading reading(*impl_);
   return std::get<0>(impl_->attend(q, options));
 }
 
 std::tuple<at::Tensor, at::Tensor> KVCache::attend_with_lse(const at::Tensor& q,
                                                             const AttentionOptions& options) const {
+  const Reading reading(*impl_);
   return impl_->attend(q, options);
 }
 
-int64_t KVCache::length() const { return impl_->current().longest(); }
+int64_t KVCache::length() const {
+  const Reading reading(*impl_);
+  return impl_->current().longest();
+}
 
 at::Tensor KVCache::lengths() const {
+  const Reading reading(*impl_);
   return at::tensor(impl_->current().lengths, at::TensorOptions().dtype(at::kLong));
 }
 
 int64_t KVCache::quantized_length() const {
+  const Reading reading(*impl_);
   const auto& q = impl_->current().quantized;
   return q.empty() ? 0 : *std::max_element(q.begin(), q.end());
 }
 
 at::Tensor KVCache::quantized_lengths() const {
+  const Reading reading(*impl_);
   return at::tensor(impl_->current().quantized, at::TensorOptions().dtype(at::kLong));
 }
 
-int64_t KVCache::batch_size() const { return impl_->storage.batch; }
+int64_t KVCache::batch_size() const {
+  const Reading reading(*impl_);
+  return impl_->storage.batch;
+}
 
 bool KVCache::empty() const { return length() == 0; }
 
 int64_t KVCache::nbytes() const {
+  const Reading reading(*impl_);
   Storage& s = impl_->storage;
   if (!s.started) return 0;
   std::set<const void*> seen;
@@ -395,12 +411,14 @@ int64_t KVCache::nbytes() const {
 }
 
 double KVCache::bits_per_element() const {
+  const Reading reading(*impl_);
   const Format& f = format();
   const auto numbers = static_cast<double>(f.group_size * (f.head_dim + f.value_head_dim));
   return 8.0 * static_cast<double>(record_layout(f).bytes) / numbers;
 }
 
 std::tuple<at::Tensor, at::Tensor> KVCache::dequantize() const {
+  const Reading reading(*impl_);
   const Storage& s = impl_->current();
   const at::NoGradGuard no_grad;
   if (!s.started) {
@@ -413,6 +431,7 @@ std::tuple<at::Tensor, at::Tensor> KVCache::dequantize() const {
 }
 
 at::Tensor KVCache::key_order() const {
+  const Reading reading(*impl_);
   TORCH_CHECK(impl_->format.num_key_classes > 0, "key_order needs a cache with classes of key channels (k_classes)");
   const Storage& s = impl_->storage;
   if (!s.started) return at::empty({0, impl_->format.num_kv_heads, impl_->format.head_dim}, at::kLong);
@@ -420,6 +439,7 @@ at::Tensor KVCache::key_order() const {
 }
 
 void KVCache::set_key_order(const at::Tensor& order) {
+  const Writing writing(*impl_);
   const Format& f = impl_->format;
   TORCH_CHECK(f.num_key_classes > 0, "set_key_order needs a cache with classes of key channels (k_classes)");
   check_dtype("order", order, at::kLong);
@@ -432,29 +452,39 @@ void KVCache::set_key_order(const at::Tensor& order) {
   impl_->given_order = on_host.to(at::kShort).contiguous();
 }
 
-void KVCache::truncate(int64_t n) { impl_->truncate(n); }
+void KVCache::truncate(int64_t n) {
+  const Writing writing(*impl_);
+  impl_->truncate(n);
+}
 
 void KVCache::reorder(const at::Tensor& rows) {
+  const Writing writing(*impl_);
   TORCH_CHECK_VALUE(rows.dim() == 1 && rows.size(0) == impl_->storage.batch,
                     "rows must be [B] with B = ", impl_->storage.batch, ", got sizes ", rows.sizes());
   impl_->select("rows", rows);
 }
 
-void KVCache::select(const at::Tensor& rows) { impl_->select("rows", rows); }
+void KVCache::select(const at::Tensor& rows) {
+  const Writing writing(*impl_);
+  impl_->select("rows", rows);
+}
 
 void KVCache::repeat_interleave(int64_t n) {
+  const Writing writing(*impl_);
   TORCH_CHECK_VALUE(n >= 1, "n must be at least 1, got ", n);
   if (!impl_->storage.started) return;
   impl_->select("rows", at::arange(impl_->storage.batch, at::kLong).repeat_interleave(n));
 }
 
 void KVCache::reset() {
+  const Writing writing(*impl_);
   Storage fresh;
   fresh.set_format(impl_->format);
   impl_->storage = std::move(fresh);
 }
 
 void KVCache::reserve(int64_t tokens) {
+  const Writing writing(*impl_);
   check_not_negative("tokens", tokens);
   TORCH_CHECK(impl_->storage.started,
               "reserve needs a cache that has seen tokens: batch size and dtype come from the first ones");
@@ -473,18 +503,24 @@ void KVCache::reserve(int64_t tokens) {
   grow_table(s, pages);
 }
 
+c10::intrusive_ptr<KVCache> KVCache::Impl::copy(at::Device device) const {
+  auto copied = c10::make_intrusive<KVCache>(options);
+  Storage s = current();
+  if (s.started) move_tensors(s, device);
+  copied->impl_->storage = std::move(s);
+  copied->impl_->given_order = given_order;
+  return copied;
+}
+
 c10::intrusive_ptr<KVCache> KVCache::clone() const {
-  return to(impl_->storage.started ? impl_->storage.device() : at::Device(at::kCPU));
+  const Reading reading(*impl_);
+  return impl_->copy(impl_->storage.started ? impl_->storage.device() : at::Device(at::kCPU));
 }
 
 c10::intrusive_ptr<KVCache> KVCache::to(at::Device device) const {
   TORCH_CHECK(device.is_cpu() || device.is_cuda(), "device must be the CPU or CUDA, got ", device);
-  auto copy = c10::make_intrusive<KVCache>(impl_->options);
-  Storage s = impl_->current();
-  if (s.started) move_tensors(s, device);
-  copy->impl_->storage = std::move(s);
-  copy->impl_->given_order = impl_->given_order;
-  return copy;
+  const Reading reading(*impl_);
+  return impl_->copy(device);
 }
 
 const Format& KVCache::format() const { return impl_->storage.format; }

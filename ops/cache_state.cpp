@@ -1,11 +1,11 @@
 // The saved form of a kivi::KVCache: what pickling stores and how it is checked when it comes back.
 // (header, integers, tensors): integers are [version, precision is exact, batch or -1, scale type in use, checksum of
 // everything else, F, F of the format as constructed (see cache_format), B lengths, B quantised lengths]; tensors, when
-// tokens were ever seen: the records that hold tokens, [n, record_bytes], page by page and in a page head by head; block
-// table over the pages, [B, max]; keys and values of the exact tokens, [Hkv, n, D] and [..., Dv], row by row, those of
-// the sink before those of the window; with classes of key channels the orders and the sums of the squared queries.
-// Last, also before any token, the order that set_key_order gave, if it did. So the saved form has the size of what is
-// held: no half-filled page, no padding of shorter rows.
+// tokens were ever seen: the records that hold tokens, [n, record_bytes], page by page and in a page head by head;
+// block table over the pages, [B, max]; keys and values of the exact tokens, [Hkv, n, D] and [..., Dv], row by row,
+// those of the sink before those of the window; with classes of key channels the orders and the sums of the squared
+// queries. Last, also before any token, the order that set_key_order gave, if it did. So the saved form has the size of
+// what is held: no half-filled page, no padding of shorter rows.
 
 #include <algorithm>
 #include <cstring>
@@ -153,8 +153,9 @@ void check_state_tensor(const char* name, const at::Tensor& t, at::ScalarType dt
 
 KVCache::State KVCache::state() const {
   const PlainTensors guard;
+  const Reading reading(*impl_);
   const Storage& s = impl_->current();
-  if (s.started && !s.device().is_cpu()) return to(at::kCPU)->state();
+  if (s.started && !s.device().is_cpu()) return impl_->copy(at::kCPU)->state();
   std::vector<int64_t> ints = {kStateVersion, impl_->options.precision == "exact" ? 1 : 0, s.started ? s.batch : -1,
                                static_cast<int64_t>(s.format.scale_type), 0};
   const std::vector<int64_t> format = format_to_ints(impl_->format);
@@ -291,9 +292,8 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
     for (int64_t b = 0; b < batch; b++) {
       const at::Tensor order = s.tensors.k_order[b];
       s.ordered[b] = order[0][0].item<int16_t>() >= 0 ? 1 : 0;
-      TORCH_CHECK_VALUE(s.ordered[b] != 0 ? is_key_order(order) : quantized[b] == 0,
-                        "saved KVCache: k_order of row ", b, " does not name each of the ", format.head_dim,
-                        " channels once for every head");
+      TORCH_CHECK_VALUE(s.ordered[b] != 0 ? is_key_order(order) : quantized[b] == 0, "saved KVCache: k_order of row ",
+                        b, " does not name each of the ", format.head_dim, " channels once for every head");
     }
   }
   copy_exact(s, s.tensors.sink_k, s.tensors.window_k, tensors[2], true);

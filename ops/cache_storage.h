@@ -11,6 +11,8 @@
 #include <c10/core/InferenceMode.h>
 
 #include <cstdint>
+#include <mutex>
+#include <shared_mutex>
 #include <vector>
 
 #include "kivi/cache.h"
@@ -103,6 +105,10 @@ void drop_unused_pages(CacheStorage& s, int64_t b);
 void recount_pages(CacheStorage& s);
 
 struct KVCache::Impl {
+  // Held by every public function, through Reading or Writing; functions of Impl need it held. Whoever wants it queues
+  // at the turnstile, so that a writer waits for the readers that are there and not for those that come.
+  mutable std::shared_mutex mutex;
+  mutable std::mutex turnstile;
   CacheOptions options;
   Format format;  // as constructed
   // Through `current` where lengths are read.
@@ -123,6 +129,34 @@ struct KVCache::Impl {
                      const std::optional<at::Tensor>& lengths);
   void truncate(int64_t n);
   void select(const char* name, const at::Tensor& rows);
+  c10::intrusive_ptr<KVCache> copy(at::Device device) const;
+};
+
+class Writing {
+ public:
+  explicit Writing(const KVCache::Impl& impl) {
+    const std::lock_guard queue(impl.turnstile);
+    alone_ = std::unique_lock(impl.mutex);
+  }
+
+ private:
+  std::unique_lock<std::shared_mutex> alone_;
+};
+
+class Reading {
+ public:
+  explicit Reading(const KVCache::Impl& impl) {
+    const std::lock_guard queue(impl.turnstile);
+    shared_ = std::shared_lock(impl.mutex);
+    if (!impl.storage.captured) return;
+    // Reading fetches the lengths that a graph has moved, and so writes.
+    shared_.unlock();
+    alone_ = std::unique_lock(impl.mutex);
+  }
+
+ private:
+  std::shared_lock<std::shared_mutex> shared_;
+  std::unique_lock<std::shared_mutex> alone_;
 };
 
 }  // namespace kivi

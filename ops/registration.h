@@ -9,6 +9,9 @@ namespace kivi {
 // Whether this copy of the library is the one that registers. The first call decides, whichever file makes it.
 bool registers_operators();
 
+// An error in a copy that did not register: a class and operators of two copies, perhaps of two versions, do not mix.
+void check_only_copy();
+
 // The same for the operators on CUDA, which are in a library of their own.
 bool registers_cuda_operators();
 

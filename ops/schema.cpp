@@ -7,6 +7,12 @@
 
 namespace kivi {
 
+void check_only_copy() {
+  TORCH_CHECK(registers_operators(),
+              "this is a second copy of libkivi in one process, and the first one has registered ",
+              "the operators and the class; load one copy only");
+}
+
 bool registers_operators() {
   static const bool first = [] {
     const bool taken = c10::Dispatcher::singleton().findSchema({"kivi::quantize", ""}).has_value();
@@ -155,6 +161,13 @@ TORCH_LIBRARY_FRAGMENT(kivi, m) {
       "Tensor target"
       ") -> ()");
   m.def("cache_widen(Tensor pool, int[] format) -> Tensor");
+
+  // Files of caches, after the class that they name. CONSERVATIVE: what has an effect outside of its results must not
+  // be dropped or moved.
+  m.def(torch::schema("save_caches(__torch__.torch.classes.kivi.KVCache[] caches, str path) -> ()",
+                      c10::AliasAnalysisKind::CONSERVATIVE));
+  m.def(torch::schema("load_caches(str path) -> __torch__.torch.classes.kivi.KVCache[]",
+                      c10::AliasAnalysisKind::CONSERVATIVE));
 
   m.def("version() -> str");
   m.def("cpu_capability() -> str");

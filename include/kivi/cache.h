@@ -7,7 +7,8 @@
 // Tensors are [B, H, T, D] as in scaled_dot_product_attention. Batch size, dtype and device are those of the first
 // tensors. Of n tokens the first `sink_length` are exact, the next floor(max(0, n - sink - R) / G) * G are quantised,
 // the rest exact. Rows of a batch may have different lengths. Every error is a c10::Error that names the argument, and
-// leaves the cache as it was. A cache is used by one thread at a time; different caches share nothing.
+// leaves the cache as it was. Different caches share nothing. Calls of several threads on one cache are safe: each
+// waits for those that change the cache, and calls that only read it (const) run side by side.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -146,5 +147,13 @@ class KIVI_API KVCache : public torch::CustomClassHolder {
  private:
   std::unique_ptr<Impl> impl_;
 };
+
+// Writes caches, usually one per layer, into one file: format, true lengths, what is held and no more, and a checksum.
+// The file replaces what was at `path` once it is whole and on the disk, so a process that is killed leaves the old
+// file or the new one (and <path>.partial, which the next call overwrites). One layer's saved state at a time is in
+// memory.
+KIVI_API void save_caches(const std::vector<c10::intrusive_ptr<KVCache>>& caches, const std::string& path);
+// Reads them back, on the CPU (see KVCache::to). A file that was changed or cut, or is of another version, is an error.
+KIVI_API std::vector<c10::intrusive_ptr<KVCache>> load_caches(const std::string& path);
 
 }  // namespace kivi

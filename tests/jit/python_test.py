@@ -5,7 +5,10 @@ with tokens of changing number, scripting, pickling. Run as: python python_test.
 import copy
 import io
 import json
+import os
 import sys
+import tempfile
+import threading
 import unittest
 
 try:
@@ -98,6 +101,50 @@ class Class(unittest.TestCase):
             other.truncate(10)
             self.assertEqual(c.length(), 70)
 
+    def test_files_of_caches(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "caches.kivi")
+            caches = [new_cache(), new_cache(k_bits=4)]
+            caches[1].append(randn(2, 2, 70, 16), randn(2, 2, 70, 16, seed=1))
+            ops.save_caches(caches, path)
+            loaded = ops.load_caches(path)
+            self.assertEqual([c.length() for c in loaded], [0, 70])
+            for a, b in zip(loaded[1].dequantize(), caches[1].dequantize()):
+                self.assertTrue(torch.equal(a, b))
+
+            # Compiled code keeps the call although it has no result.
+            @torch.jit.script
+            def save_and_go_on(cache: torch.classes.kivi.KVCache, path: str) -> int:
+                torch.ops.kivi.save_caches([cache], path)
+                cache.truncate(5)
+                torch.ops.kivi.load_caches(path)
+                return torch.ops.kivi.load_caches(path)[0].length() + cache.length()
+
+            for expected in (75, 10, 10, 10):
+                self.assertEqual(save_and_go_on(caches[1], path), expected)
+            with open(path, "r+b") as file:
+                file.truncate(100)
+            with self.assertRaisesRegex(ValueError, "damaged"):
+                ops.load_caches(path)
+            with self.assertRaisesRegex(RuntimeError, "No such file"):
+                ops.load_caches(path + ".missing")
+
+    def test_threads_share_a_cache(self):
+        c = new_cache(residual_length=1000)
+        x = randn(1, 2, 1, 16)
+
+        def work():
+            for _ in range(100):
+                c.append(x, x)
+                self.assertEqual(c.attend(randn(1, 2, 1, 16)).shape, (1, 2, 1, 16))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(c.length(), 400)
+
     def test_scripted_module(self):
         class Layer(torch.nn.Module):
             def __init__(self):
@@ -176,7 +223,8 @@ class Operators(unittest.TestCase):
     def test_opcheck_of_every_operator(self):
         samples = self.samples()
         registered = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("kivi::")}
-        without_tensors = {"cache_format", "cache_page_bytes", "cache_window_capacity", "version", "cpu_capability"}
+        without_tensors = {"cache_format", "cache_page_bytes", "cache_window_capacity", "version", "cpu_capability", "save_caches",
+                           "load_caches"}
         self.assertEqual(set(samples), registered - without_tensors)
         for name, calls in samples.items():
             for i, (args, kwargs) in enumerate(calls):
