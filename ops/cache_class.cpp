@@ -114,19 +114,24 @@ void append_tokens(Storage& s, const at::Tensor& k, const at::Tensor& v, const s
   const bool overflow =
       s.overflow.device().is_cpu() ? *s.overflow.const_data_ptr<int32_t>() != 0 : s.overflow.item<int32_t>() != 0;
   if (!overflow) return;
-  // A group left the range of the scales: from now on they are stored as float32. Nothing was appended yet.
+  // A group left the range of the scales: from now on they are stored as float32. Nothing was appended yet, and until
+  // it is nothing is changed.
   s.overflow.zero_();
   Format wide = s.format;
   wide.scale_type = widened(wide.scale_type);
-  s.tensors.pool = cache_widen(s.tensors.pool, s.format_ints);
-  s.set_format(wide);
-  cache_append(s.tensors, k, v, s.format_ints, lengths);
+  std::vector<int64_t> wide_ints = format_to_ints(wide);
+  CacheTensors tensors = s.tensors;
+  tensors.pool = cache_widen(s.tensors.pool, s.format_ints);
+  cache_append(tensors, k, v, wide_ints, lengths);
+  s.tensors = std::move(tensors);
+  s.format = wide;
+  s.format_ints = std::move(wide_ints);
 }
 
 // Appends while a graph is captured: how long rows are when it is replayed is not known now, so rows must have their
 // pages (reserve) and orders already.
 void append_captured(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths) {
-  TORCH_CHECK(std::all_of(s.ordered.begin(), s.ordered.end(), [](uint8_t o) { return o != 0; }),
+  TORCH_CHECK(!has_unordered_rows(s),
               "the classes of key channels are not chosen yet, which a graph cannot do; append a prompt of more than ",
               s.format.sink_length + s.format.residual_length, " tokens before the capture");
   const at::NoGradGuard no_grad;
@@ -202,8 +207,8 @@ void KVCache::Impl::append(const at::Tensor& k, const at::Tensor& v, const std::
     if (q.defined()) note_queries(s, q, lengths_arg ? counts : counts_of({}, s.batch, q.size(2)));
     append_to(s, k, v, lengths, counts, given_order);
   };
-  if (storage.started) return append_all(current());
-  Storage s = start_storage(format, k.size(0), k.options());
+  if (storage.started && !has_unordered_rows(storage)) return append_all(current());
+  Storage s = storage.started ? with_own_orders(current()) : start_storage(format, k.size(0), k.options());
   append_all(s);
   storage = std::move(s);
 }

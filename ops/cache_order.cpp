@@ -60,6 +60,20 @@ void fill_order(const Format& f, const float* score, int16_t* order) {
 
 }  // namespace
 
+bool has_unordered_rows(const CacheStorage& s) {
+  return std::any_of(s.ordered.begin(), s.ordered.end(), [](uint8_t ordered) { return ordered == 0; });
+}
+
+CacheStorage with_own_orders(const CacheStorage& s) {
+  const PlainTensors guard;
+  CacheStorage copy = s;
+  CacheTensors& t = copy.tensors;
+  for (at::Tensor* part : {&t.k_order, &copy.query_squares, &t.block_table, &copy.host_table}) {
+    if (part->defined()) *part = part->clone();
+  }
+  return copy;
+}
+
 bool is_key_order(const at::Tensor& order) {
   const at::Tensor sorted = std::get<0>(order.to(at::kLong).sort(-1));
   return at::equal(sorted, at::arange(order.size(-1), at::kLong).expand_as(sorted));
@@ -71,8 +85,11 @@ void note_queries(CacheStorage& s, const at::Tensor& q, const std::vector<int64_
   for (int64_t b = 0; b < s.batch; b++) {
     if (s.ordered[b] != 0 || counts[b] == 0) continue;
     const at::Tensor rows = q.detach().select(0, b).narrow(1, 0, counts[b]);  // [Hq, n, D]
-    const at::Tensor norm = at::linalg_vector_norm(rows, 2, at::IntArrayRef{1}, false, at::kFloat);
-    const at::Tensor squares = at::nan_to_num(norm.square(), 0.0, 0.0, 0.0);
+    std::vector<at::Tensor> heads;
+    for (int64_t h = 0; h < rows.size(0); h++) {  // one by one: torch makes a float32 copy of what it sums
+      heads.push_back(at::linalg_vector_norm(rows[h], 2, at::IntArrayRef{0}, false, at::kFloat));
+    }
+    const at::Tensor squares = at::nan_to_num(at::stack(heads).square(), 0.0, 0.0, 0.0);
     s.query_squares.select(0, b) += squares.view({s.format.num_kv_heads, -1, s.format.head_dim}).sum(1);
   }
 }

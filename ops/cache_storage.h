@@ -83,6 +83,10 @@ void note_queries(CacheStorage& s, const at::Tensor& q, const std::vector<int64_
 // have one. `given`: [Hkv, D], or undefined.
 void choose_orders(CacheStorage& s, const at::Tensor& k, const std::vector<int64_t>& after_quantized,
                    const at::Tensor& given);
+// Whether the order of some row is still to be chosen.
+bool has_unordered_rows(const CacheStorage& s);
+// A copy in which orders may be chosen, and pages taken, without the original seeing it: for a call that may yet fail.
+CacheStorage with_own_orders(const CacheStorage& s);
 // Whether each row [..., D] names every channel once.
 bool is_key_order(const at::Tensor& order);
 
