@@ -192,7 +192,7 @@ class Append {
       std::memcpy(cache_.sink_v.at(b, h, t), v_.at(b, h, t - r.before), cache_.sink_v.token_bytes);
     }
     for (int64_t t = std::max(r.quantized_after, r.before - sink()); t < r.after - sink(); t++) {
-      if (t >= 0) store_window(b, h, t, t + sink() - r.before);
+      store_window(b, h, t, t + sink() - r.before);
     }
   }
 
