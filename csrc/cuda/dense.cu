@@ -289,8 +289,9 @@ __global__ void __launch_bounds__(kStorageThreads) dequantize_kernel(const KIVI_
 }  // namespace
 
 cudaError_t quantize(const QuantizeParams& params, cudaStream_t stream) {
-  const QuantizeParams& p = params;
+  QuantizeParams p = params;
   if (p.outer == 0 || p.n == 0 || p.inner == 0) return cudaSuccess;
+  p.group_size = std::min(p.group_size, p.n);  // several groups' numbers must be a number
   RowArgs a{p, ceil_div(p.n, p.group_size), 1, 0, kWarpThreads};
   while (a.run * p.group_size % kChunk != 0) a.run *= 2;
   a.runs = ceil_div(a.groups, a.run);

@@ -133,6 +133,18 @@ TEST(DenseQuantize, EveryShape) {
   }
 }
 
+// Groups far longer than the axis, whose multiples are no numbers.
+TEST(DenseQuantize, GroupsThatNoAxisFills) {
+  for (const int64_t group : {int64_t{1} << 40, (int64_t{1} << 62) + 1, std::numeric_limits<int64_t>::max()}) {
+    for (const int64_t inner : {1, 3}) {
+      const Shape s{2, 20, inner, 3, group};
+      const Input in = contiguous(s, Element::kFloat32);
+      check_quantize(s, in);
+      check_dequantize(s, on_the_host(s, in), Element::kFloat32);
+    }
+  }
+}
+
 // One group of everything, longer than a warp reads at once.
 TEST(DenseQuantize, LongGroups) {
   for (const int64_t inner : {1, 3}) {
