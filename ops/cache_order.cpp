@@ -65,7 +65,8 @@ void note_queries(CacheStorage& s, const at::Tensor& q, const std::vector<int64_
   const PlainTensors guard;
   for (int64_t b = 0; b < s.batch; b++) {
     if (s.ordered[b] != 0 || counts[b] == 0) continue;
-    const at::Tensor rows = q.detach().select(0, b).narrow(1, 0, counts[b]);  // [Hq, n, D]
+    // [Hq, n, D]; contiguous, since torch adds in an order that depends on strides, and a sum must not.
+    const at::Tensor rows = q.detach().select(0, b).narrow(1, 0, counts[b]).contiguous();
     const at::Tensor norm = at::linalg_vector_norm(rows, 2, at::IntArrayRef{1}, false, at::kFloat);
     const at::Tensor squares = at::nan_to_num(norm.square(), 0.0, 0.0, 0.0);
     s.query_squares.select(0, b) += squares.view({s.format.num_kv_heads, -1, s.format.head_dim}).sum(1);
