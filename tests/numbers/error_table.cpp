@@ -343,8 +343,8 @@ void print_quantiser(const std::vector<std::vector<Data>>& sets, const std::vect
         for (int i = 0; i < 2; i++) {
           const double rms = std::sqrt(e.squares[i] / static_cast<double>(e.elements[i]));
           std::printf(" %s | %.3g %% |", distribution(e.in_scales[i]).c_str(), 100 * e.absolute[i].rms() / rms);
-          if (variant.bits > 0 && !(e.in_scales[i].max() <= limits::quantiser_in_scales(variant.bits))) {
-            fail("beyond limits::quantiser_in_scales");
+          if (variant.bits > 0 && !(e.in_scales[i].max() <= limits::kQuantiserInScales)) {
+            fail("beyond limits::kQuantiserInScales");
           }
         }
         std::printf("\n");
