@@ -543,5 +543,17 @@ TEST(GenericAttention, OverflowedScoresCountForNothing) {
   expect_same_bits(got, want);
 }
 
+// A row of 268 million tokens has twice as many runs of pages as a grid has blocks along its second axis; their results
+// would fit into the scratch memory.
+TEST(GenericAttention, NoMorePartsThanAGridHas) {
+  AttentionSpec s;
+  s.format = make_format(1, 16, 16, 2, 2, 32);
+  s.num_heads = 1;
+  AttentionCase c(s);
+  AttentionParams p = c.params();
+  p.block_table_stride = int64_t{1} << 21;
+  EXPECT_LE(attention_scratch_bytes(p), 1024);  // two parts of 18 floats
+}
+
 }  // namespace
 }  // namespace kivi::cuda

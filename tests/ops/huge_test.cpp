@@ -404,26 +404,32 @@ TEST(C18_Huge, ExactTokensPast31Bits) {
 // A row of more than 2^31 tokens, of which all but the last are one page over and over, and one of 1000 with the same
 // last tokens. A sliding window makes both attend to the same keys.
 struct LongRow {
-  static constexpr int64_t kTokens = 1000, kMore = int64_t{1} << 31;  // a multiple of the page and of the window's ring
+  static constexpr int64_t kTokens = 1000;
+  int64_t more;  // a multiple of the page and of the window's ring
   std::vector<int64_t> format = cache_format(1, 16, 16, 2, 2, 32, 32, 0);
   CacheTensors near = make_tensors(format, 1, 12, at::kHalf), away;
 
-  LongRow() {
+  explicit LongRow(int64_t more_tokens) : more(more_tokens) {
     cache_append(near, randn({1, 1, kTokens, 16}, 26, at::kHalf), randn({1, 1, kTokens, 16}, 27, at::kHalf), format);
     away = copy(near);
-    away.lengths.add_(kMore), away.quantized_lengths.add_(kMore);
-    away.block_table = at::cat({at::zeros({1, kMore / kPageTokens}, at::kInt), near.block_table}, 1);
+    away.lengths.add_(more), away.quantized_lengths.add_(more);
+    away.block_table = at::cat({at::zeros({1, more / kPageTokens}, at::kInt), near.block_table}, 1);
   }
 };
 
-TEST(C18_Huge, RowsOfMoreTokensThan31BitsCount) {
-  LongRow row;
+// 2^28 tokens: more runs of pages than a grid of CUDA has blocks along its second axis, of results that fit.
+class C18_HugeRow : public ::testing::TestWithParam<int64_t> {};
+INSTANTIATE_TEST_SUITE_P(Tokens, C18_HugeRow, ::testing::Values(int64_t{1} << 28, int64_t{1} << 31));
+
+TEST_P(C18_HugeRow, EndsAsAShortOne) {
+  const int64_t more = GetParam();
+  LongRow row(more);
   const auto compare = [&](const std::string& what) {
     EXPECT_TRUE(same_bits(row.near.pool, row.away.pool)) << what;
     EXPECT_TRUE(same_bits(row.near.window_k, row.away.window_k)) << what;
     EXPECT_TRUE(same_bits(row.near.window_v, row.away.window_v)) << what;
-    EXPECT_TRUE(same_bits(row.near.lengths + LongRow::kMore, row.away.lengths)) << what;
-    EXPECT_TRUE(same_bits(row.near.quantized_lengths + LongRow::kMore, row.away.quantized_lengths)) << what;
+    EXPECT_TRUE(same_bits(row.near.lengths + more, row.away.lengths)) << what;
+    EXPECT_TRUE(same_bits(row.near.quantized_lengths + more, row.away.quantized_lengths)) << what;
     for (const char* precision : {"exact", "fast"}) {
       CacheAttentionOptions o;
       o.precision = precision, o.window = 300, o.alibi_slopes = floats({0.01, 0.02});
@@ -440,7 +446,7 @@ TEST(C18_Huge, RowsOfMoreTokensThan31BitsCount) {
   const at::Tensor k = randn({1, 1, 70, 16}, 29, at::kHalf);
   for (const CacheTensors* t : {&row.near, &row.away}) cache_append(*t, k, k, row.format);
   compare("appended");
-  cache_truncate(row.near, row.format, 1001), cache_truncate(row.away, row.format, LongRow::kMore + 1001);
+  cache_truncate(row.near, row.format, 1001), cache_truncate(row.away, row.format, more + 1001);
   compare("truncated in a group");
   // A mask as wide as the row: one float everywhere, and one that is there.
   CacheAttentionOptions o;
@@ -448,8 +454,8 @@ TEST(C18_Huge, RowsOfMoreTokensThan31BitsCount) {
   const at::Tensor q = randn({1, 2, 1, 16}, 30);
   o.attn_mask = at::full({1}, 0.5f);
   const at::Tensor want = std::get<1>(cache_attention(q, row.near, row.format, {}, {}, {}, o));
-  for (const at::Tensor& mask : {at::full({1}, 0.5f), mapped({1, 1, 1, LongRow::kMore + 1001}, at::kFloat)}) {
-    if (mask.numel() > 1) mask.narrow(3, LongRow::kMore + 701, 300).fill_(0.5f);
+  for (const at::Tensor& mask : {at::full({1}, 0.5f), mapped({1, 1, 1, more + 1001}, at::kFloat)}) {
+    if (mask.numel() > 1) mask.narrow(3, more + 701, 300).fill_(0.5f);
     o.attn_mask = mask;
     EXPECT_LE(max_difference(std::get<1>(cache_attention(q, row.away, row.format, {}, {}, {}, o)), want), 5e-4);
   }
