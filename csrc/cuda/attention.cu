@@ -9,6 +9,8 @@ namespace {
 // More scratch memory than this is not asked for where there is a choice. So many results are those of hundreds of
 // blocks, which keep a GPU busy without dividing the keys.
 constexpr int64_t kMostScratchBytes = int64_t{1} << 27;
+// Of the generic kernel: the second axis of a grid. Rows of 134 million tokens and more would have more.
+constexpr int64_t kMostParts = 65535;
 
 int64_t scratch_bytes(const AttentionParams& p, int64_t parts) {
   return part_offset(p, parts, p.batch, 0, 0, 0) * static_cast<int64_t>(sizeof(float));
@@ -24,7 +26,8 @@ struct Plan {
 Plan plan_of(const AttentionParams& p) {
   const int64_t most = most_parts(p.block_table_stride);
   const bool tensor_cores = tensor_parts_support(p);
-  const bool all = most <= 2 || tensor_cores || scratch_bytes(p, most) <= kMostScratchBytes;
+  const bool fits = most <= kMostParts && scratch_bytes(p, most) <= kMostScratchBytes;
+  const bool all = most <= 2 || tensor_cores || fits;
   return {tensor_cores, all ? most : 2};
 }
 

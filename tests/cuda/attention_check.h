@@ -1,10 +1,7 @@
 // A call of attention on the device compared with the reference in double, with the scalar kernel of the CPU, and with
 // another call to the bit.
 //
-// Limits, fp32, outputs of order 1: 2e-6 where scores are of order 1. A product of a query and a key is rounded at the
-// size of 16 terms and of the whole, a sum of values at the size of a page and of the whole: about ten roundings of
-// 2^-24 each, that is 6e-7, and the CPU rounds as often. The rounding of a score s is worth s * 2^-24 of its weight: up
-// to 40 this gives 2.4e-6 a step, so there the limit is the CPU's, 1e-5, and 2e-5 where outputs go up to 4.5.
+// The limits are those of tests/limits.h.
 #pragma once
 
 #include <cmath>
@@ -14,6 +11,7 @@
 
 #include "cuda/attention.h"
 #include "cuda/attention_device.h"
+#include "tests/limits.h"
 #include "tests/unit/attention_case.h"
 #include "tests/unit/attention_problem.h"
 
@@ -32,7 +30,7 @@ using test::Settings;
 
 inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
-inline constexpr double kLimit = 2e-6;
+inline constexpr double kLimit = limits::kCudaExact;
 
 inline const cpu::Kernels& scalar() { return *cpu::kernels_for(cpu::Isa::kScalar); }
 

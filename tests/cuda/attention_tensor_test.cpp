@@ -9,6 +9,7 @@
 #include "cuda/attention_tensor_configs.h"
 #include "cuda/device_memory.h"
 #include "format/rotate.h"
+#include "tests/limits.h"
 #include "tests/unit/attention_problem.h"
 
 namespace kivi::cuda {
@@ -188,7 +189,9 @@ Settings settings(const Format& f, std::vector<int64_t> lengths, int64_t heads, 
   return s;
 }
 
-double limit_of(const Settings& s) { return s.q_type == Element::kFloat16 ? 2e-3 : 1e-2; }
+double limit_of(const Settings& s) {
+  return s.q_type == Element::kFloat16 ? limits::kTensorFloat16 : limits::kTensorBFloat16;
+}
 
 void check_problem(const Settings& s, double size = 1, Errors* worst = nullptr) {
   const Problem problem(s);
@@ -412,7 +415,7 @@ TEST(AttentionTensor, SizesOfValues) {
       const Problem problem(s);
       const Problem::Result got = Launch(problem).run(), want = problem.oracle();
       for (size_t i = 0; i < got.out.size(); i++) {
-        ASSERT_NEAR(got.out[i], want.out[i], 2e-3 * static_cast<double>(size)) << i;
+        ASSERT_NEAR(got.out[i], want.out[i], limits::kTensorFloat16 * static_cast<double>(size)) << i;
       }
     }
   }
@@ -443,7 +446,8 @@ TEST(AttentionTensor, ScaleOfScores) {
     const Settings s = settings(plain(64, 2, 2), {300}, 4);
     Problem problem(s);
     problem.params.scale = scale;
-    expect_near(Launch(problem).run(), problem.oracle(), 2e-3 * (1 + 8 * static_cast<double>(std::fabs(scale))));
+    expect_near(Launch(problem).run(), problem.oracle(),
+                limits::kTensorFloat16 * (1 + 8 * static_cast<double>(std::fabs(scale))));
   }
 }
 
@@ -518,7 +522,7 @@ TEST(AttentionTensor, LengthsChangeBetweenLaunches) {
         problem.lengths[b] = problem.totals[b] = problem.format.sink_length + problem.quantized[b];
       }
       launch.device().set_lengths(problem);
-      expect_near(launch.run(), problem.oracle(), 2e-3);
+      expect_near(launch.run(), problem.oracle(), limits::kTensorFloat16);
     }
   });
 }
@@ -595,7 +599,8 @@ void check_normal_codes(const Format& format) {
     const int64_t parts = parts_of(problem);
     const DeviceArray<float> scratch(static_cast<size_t>(part_offset(device.params, parts, 2, 0, 0, 0)));
     check(tensor::TensorParts<F>::launch_parts(device.params, false, parts, scratch.data(), nullptr));
-    expect_near(join(problem.params, problem.quantized, parts, scratch.get(), {1, 1}), problem.oracle(), 2e-3);
+    expect_near(join(problem.params, problem.quantized, parts, scratch.get(), {1, 1}), problem.oracle(),
+                limits::kTensorFloat16);
   }
 }
 

@@ -67,7 +67,7 @@ TEST(GenericAttention, RecordOptions) {
         s.mask = i % 2 == 0 ? MaskType::kNone : MaskType::kBool;
         s.new_len = s.q_len;
         s.new_lengths = {s.q_len, s.q_len};
-        expect_close(s, 3e-6,
+        expect_close(s, limits::kCudaExactSizes,
                      "scales " + std::to_string(static_cast<int>(type)) + " bits " + std::to_string(bits) + " case " +
                          std::to_string(i));
       }
@@ -92,7 +92,7 @@ TEST(GenericAttention, ClassesOfKeys) {
       for (const KeyClass& k : list) s.format.key_classes[s.format.num_key_classes++] = k;
       s.format.scale_type = turn % 2 == 0 ? ScaleType::kFloat8 : ScaleType::kFloat16;
       s.mask = turn % 4 == 0 ? MaskType::kBool : MaskType::kNone;
-      expect_close(s, 3e-6, "dim " + std::to_string(dim) + " group " + std::to_string(group));
+      expect_close(s, limits::kCudaExactSizes, "dim " + std::to_string(dim) + " group " + std::to_string(group));
     }
   }
 }
@@ -108,7 +108,7 @@ TEST(GenericAttention, Recipes) {
       s.new_len = 2;
       s.new_lengths = {2, 1, 2};
       s.rows_follow_new = true;
-      expect_close(s, 3e-6, "recipe " + std::to_string(recipe));
+      expect_close(s, limits::kCudaExactSizes, "recipe " + std::to_string(recipe));
     }
   }
 }
@@ -123,7 +123,10 @@ TEST(GenericAttention, ElementTypes) {
         s.fresh = {2};
         s.q_len = 2;
         // Outputs are rounded to the type of the queries, half a step of which is 2^-11 or 2^-8 of numbers up to 2.
-        expect_close(s, kLimit, q_type == Element::kFloat32 ? 0 : q_type == Element::kFloat16 ? 0x1p-11 : 0x1p-8);
+        expect_close(s, kLimit,
+                     q_type == Element::kFloat32   ? 0
+                     : q_type == Element::kFloat16 ? limits::kFloat16Output
+                                                   : limits::kBFloat16Output);
       }
     }
   }
@@ -201,7 +204,7 @@ TEST(GenericAttention, OutliersAndWideScores) {
       s.cached = {1000};
       s.outlier_step = 16;
       s.score_spread = spread;
-      expect_close(s, spread < 10 ? 1e-5 : 2e-5);
+      expect_close(s, spread < 10 ? limits::kExactScores : limits::kExactWide);
     }
   }
 }
@@ -284,7 +287,7 @@ TEST(GenericAttention, SoftcapAlibiAndSinkLogits) {
     s.alibi_per_batch = (options & 8) != 0;
     s.score_spread = 4;
     s.q_len = 3;
-    expect_close(s, 3e-6);
+    expect_close(s, limits::kCudaExactSizes);
   }
 }
 
@@ -488,7 +491,8 @@ TEST(GenericAttention, NaNInEveryKindOfRecord) {
           for (int64_t t = first; t < last; t++) mask[t * problem.params.mask_strides[3]] = seen ? 1 : 0;
           const Problem::Result want = problem.oracle();
           const std::string what = "scales " + std::to_string(static_cast<int>(type)) + " case " + std::to_string(i);
-          expect_result(DeviceAttention(problem.params).run(), floats(want.out), floats(want.lse), 3e-6, 0, what);
+          expect_result(DeviceAttention(problem.params).run(), floats(want.out), floats(want.lse),
+                        limits::kCudaExactSizes, 0, what);
           EXPECT_EQ(std::isnan(want.out[0]), seen) << what;
         }
       }
@@ -537,6 +541,18 @@ TEST(GenericAttention, OverflowedScoresCountForNothing) {
   const AttentionOutput want = DeviceAttention(problem.params).run();
   for (const float x : want.out) EXPECT_TRUE(std::isfinite(x));
   expect_same_bits(got, want);
+}
+
+// A row of 268 million tokens has twice as many runs of pages as a grid has blocks along its second axis; their results
+// would fit into the scratch memory.
+TEST(GenericAttention, NoMorePartsThanAGridHas) {
+  AttentionSpec s;
+  s.format = make_format(1, 16, 16, 2, 2, 32);
+  s.num_heads = 1;
+  AttentionCase c(s);
+  AttentionParams p = c.params();
+  p.block_table_stride = int64_t{1} << 21;
+  EXPECT_LE(attention_scratch_bytes(p), 1024);  // two parts of 18 floats
 }
 
 }  // namespace

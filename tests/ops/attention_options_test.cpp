@@ -52,7 +52,7 @@ TEST_P(Masks, EveryShapeTypeAndStride) {
         o.is_causal = causal;
         std::ostringstream what;
         what << mask.scalar_type() << " " << mask.sizes() << " causal " << causal;
-        expect_attends(cache, q, o, 1e-5, what.str());
+        expect_attends(cache, q, o, limits::kExact, what.str());
       }
     }
   }
@@ -70,7 +70,7 @@ TEST(Attention, MasksOfForwardCoverTheCacheAndTheNewTokens) {
     o.attn_mask = randn({2, 4, 5, prefix + 5}, 216) > -0.7;
     const auto [kd, vd] = cache.dequantize();
     const Result want = prefix > 0 ? reference(q, at::cat({kd, k}, 2), at::cat({vd, v}, 2), o) : reference(q, k, v, o);
-    expect_near(cache.forward(q, k, v, o), want.out, 1e-5, std::to_string(prefix));
+    expect_near(cache.forward(q, k, v, o), want.out, limits::kExact, std::to_string(prefix));
   }
 }
 
@@ -111,7 +111,7 @@ TEST(Attention, SoftcapWindowSinksAlibiAndScale) {
     std::ostringstream what;
     what << "softcap " << o.softcap << " window " << o.window << " sinks " << o.sinks.has_value() << " alibi "
          << o.alibi_slopes.has_value() << " causal " << o.is_causal << " rows " << rows;
-    expect_attends(cache, randn({2, 4, rows, 32}, rng()), o, 1e-5, what.str());
+    expect_attends(cache, randn({2, 4, rows, 32}, rng()), o, limits::kExactScores, what.str());
   }
 }
 
@@ -131,7 +131,8 @@ TEST(Attention, OptionsHoldForNewTokensToo) {
                      q = randn({2, 4, count, 24}, rng());
     const auto [kd, vd] = cache.dequantize();
     const Result want = prefix > 0 ? reference(q, at::cat({kd, k}, 2), at::cat({vd, v}, 2), o) : reference(q, k, v, o);
-    expect_near(cache.forward(q, k, v, o), want.out, 1e-5, std::to_string(prefix) + " + " + std::to_string(count));
+    expect_near(cache.forward(q, k, v, o), want.out, limits::kExact,
+                std::to_string(prefix) + " + " + std::to_string(count));
   }
 }
 
@@ -179,7 +180,7 @@ TEST(Attention, RaggedRowsEqualRowsOfTheirOwn) {
       }
       const at::Tensor q1 = randn({4, 4, 1, 24}, rng(), type);
       const at::Tensor attended = cache.attend(q1);
-      expect_near(attended, reference(q1, cache).out, type == at::kFloat ? 1e-5 : 2e-2);
+      expect_near(attended, reference(q1, cache).out, type == at::kFloat ? limits::kExact : 2e-2);
       for (int64_t b = 0; b < 4; b++) {
         ASSERT_TRUE(same_bits(attended[b], alone[static_cast<size_t>(b)]->attend(q1.narrow(0, b, 1))[0]));
       }

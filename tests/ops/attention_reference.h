@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "tests/limits.h"
 #include "tests/ops/support.h"
 
 namespace kivi::test {
@@ -100,7 +101,7 @@ inline void expect_near(const at::Tensor& got, const at::Tensor& want, double li
 }
 
 inline void expect_attends(const KVCache& cache, const at::Tensor& q, const AttentionOptions& o = {},
-                           double limit = 1e-5, const std::string& what = "") {
+                           double limit = limits::kExact, const std::string& what = "") {
   const Result want = reference(q, cache, o);
   const auto [out, lse] = cache.attend_with_lse(q, o);
   EXPECT_EQ(out.scalar_type(), q.scalar_type());
@@ -128,13 +129,11 @@ inline at::Tensor unit_queries(at::IntArrayRef sizes, uint64_t seed, double spre
 }
 
 inline double fast_limit(const KVCache& cache, const at::Tensor& q, const at::Tensor& k, double scale) {
-  const auto dim = static_cast<double>(cache.options().head_dim);
   const double levels = static_cast<double>((int64_t{1} << cache.options().k_bits) - 1);
-  const double amplitude = std::min(32767.0, 2147483647.0 / (255 * dim));
   // The largest |q * scale * K scale|, channel by channel.
   const at::Tensor range = (k.amax({0, 1, 2}) - k.amin({0, 1, 2})) / levels;
   const double largest = (q.to(at::kFloat).abs().amax({0, 1, 2}) * range).max().item<double>() * scale;
-  return 5e-5 + std::sqrt(dim) * largest * levels / amplitude;
+  return limits::fast(cache.options().head_dim, cache.options().k_bits, largest);
 }
 
 }  // namespace kivi::test

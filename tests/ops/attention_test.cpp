@@ -41,12 +41,12 @@ TEST(Attention, BothPrecisionsAgainstDoubleWithOutlierChannels) {
       const double scale = 1.0 / std::sqrt(static_cast<double>(s.dim));
       for (int64_t rows : {1, 3}) {
         const at::Tensor q = unit_queries({s.batch, s.heads, rows, s.dim}, seed++);
-        expect_attends(exact, q, {}, 1e-5, what + " exact");
+        expect_attends(exact, q, {}, limits::kExact, what + " exact");
         const double limit = fast_limit(fast, q, k, scale);
-        expect_attends(fast, q, {}, s.dim >= 64 ? std::min(5e-4, limit) : limit, what + " fast");
+        expect_attends(fast, q, {}, s.dim >= 64 ? std::min(limits::kFastUnitQueries, limit) : limit, what + " fast");
         // Score spreads of some +-40.
         const at::Tensor wide = unit_queries({s.batch, s.heads, rows, s.dim}, seed++, 0.4 * std::sqrt(s.dim));
-        expect_attends(exact, wide, {}, 1e-5, what + " exact, wide");
+        expect_attends(exact, wide, {}, limits::kExact, what + " exact, wide");
         expect_attends(fast, wide, {}, fast_limit(fast, wide, k, scale), what + " fast, wide");
       }
     }
@@ -60,14 +60,14 @@ TEST(Attention, ScoresFarFromZeroNeitherOverflowNorVanish) {
   for (double spread : {0.0, 1e-20, 40.0, 400.0, 4000.0}) {
     const at::Tensor q = unit_queries({1, 2, 1, 32}, 133, spread);
     const Result want = reference(q, cache);
-    expect_near(cache.attend(q), want.out, spread > 40 ? 1e-3 : 1e-5, std::to_string(spread));
+    expect_near(cache.attend(q), want.out, spread > 40 ? 1e-3 : limits::kExact, std::to_string(spread));
   }
 }
 
 // Nothing is quantised yet: torch's own attention says the same.
 TEST(Attention, EqualsTorchWhileNothingIsQuantised) {
   for (auto type : {at::kFloat, at::kHalf, at::kBFloat16}) {
-    const double limit = type == at::kFloat ? 1e-5 : type == at::kHalf ? 2e-3 : 1.6e-2;
+    const double limit = type == at::kFloat ? limits::kExact : type == at::kHalf ? 2e-3 : 1.6e-2;
     for (int64_t heads : {2, 8}) {
       const at::Tensor q = randn({2, heads, 60, 64}, 141, type), k = randn({2, 2, 60, 64}, 142, type),
                        v = randn({2, 2, 60, 48}, 143, type);
@@ -103,7 +103,7 @@ TEST(Attention, AllPairsOfWidths) {
       o.k_bits = k_bits, o.v_bits = v_bits;
       KVCache cache(o);
       cache.append(k, v);
-      expect_attends(cache, q, {}, 1e-5, std::to_string(k_bits) + " " + std::to_string(v_bits));
+      expect_attends(cache, q, {}, limits::kExact, std::to_string(k_bits) + " " + std::to_string(v_bits));
     }
   }
 }
@@ -116,7 +116,7 @@ TEST(Attention, HeadSizes) {
       KVCache cache(exact_options(1, dim, 32, 32));
       const at::Tensor k = randn({2, 1, 100, dim}, seed++, type), v = randn({2, 1, 100, dim}, seed++, type);
       cache.append(k, v);
-      expect_attends(cache, randn({2, 4, 1, dim}, seed++, type), {}, type == at::kFloat ? 1e-5 : 2e-3,
+      expect_attends(cache, randn({2, 4, 1, dim}, seed++, type), {}, type == at::kFloat ? limits::kExact : 2e-3,
                      std::to_string(dim));
     }
   }
@@ -219,7 +219,8 @@ TEST(Attention, ForwardSeesNewTokensExactlyAndTheCacheAsItWas) {
                        q = randn({2, 4, count, 32}, 188);
       const auto [kd, vd] = cache.dequantize();
       const Result want = prefix > 0 ? reference(q, at::cat({kd, k}, 2), at::cat({vd, v}, 2)) : reference(q, k, v);
-      expect_near(cache.forward(q, k, v), want.out, 1e-5, std::to_string(prefix) + " + " + std::to_string(count));
+      expect_near(cache.forward(q, k, v), want.out, limits::kExact,
+                  std::to_string(prefix) + " + " + std::to_string(count));
       EXPECT_EQ(cache.length(), prefix + count);
     }
   }
@@ -237,7 +238,7 @@ TEST(Attention, ChunkedPrefillEqualsOneForwardWhileAllIsExact) {
       const int64_t n = std::min<int64_t>(chunk, 100 - t);
       outs.push_back(cache.forward(q.narrow(2, t, n), k.narrow(2, t, n), v.narrow(2, t, n)));
     }
-    EXPECT_LE(max_difference(at::cat(outs, 2), want), 1e-5) << chunk;
+    EXPECT_LE(max_difference(at::cat(outs, 2), want), limits::kExact) << chunk;
     EXPECT_TRUE(same_state(cache.state(), once.state()));
   }
 }

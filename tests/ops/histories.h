@@ -227,14 +227,14 @@ inline double Twin::limit(const at::Tensor& q, const at::Tensor& new_k, const at
   for (int64_t b = 0; model_ && b < batch(); b++) all_k.push_back(model_->row(b).k), all_v.push_back(model_->row(b).v);
   if (new_k.defined()) all_k.push_back(new_k.transpose(0, 1).flatten(1, 2).to(at::kFloat));
   if (new_k.defined()) all_v.push_back(new_v.transpose(0, 1).flatten(1, 2).to(at::kFloat));
-  if (all_k.empty() || q.numel() == 0) return 1e-5;
+  if (all_k.empty() || q.numel() == 0) return limits::kExactScores;
   const at::Tensor k = at::cat(all_k, 1), v = at::cat(all_v, 1);
-  if (k.numel() == 0) return 1e-5;
+  if (k.numel() == 0) return limits::kExactScores;
   const auto dim = static_cast<double>(h_->options.head_dim);
   const double scale = o.scale.value_or(1 / std::sqrt(dim));
   const at::Tensor largest_q = q.to(at::kFloat).abs().amax({0, 1, 2}), reach = k.abs().amax({0, 1});
   const double largest_v = std::max(1.0, v.abs().max().item<double>() / 4);
-  double limit = 1e-5;
+  double limit = limits::kExactScores;
   if (o.alibi_slopes) limit += 2e-7 * o.alibi_slopes->max().item<double>() * static_cast<double>(k.size(1));
   if (h_->options.precision == "fast") {
     // Scales of 8 bits are raised where the zero is far away. The widest class of channels has the most codes, any
@@ -245,7 +245,8 @@ inline double Twin::limit(const at::Tensor& q, const at::Tensor& new_k, const at
     for (int64_t c = 0; c < f.num_key_classes; c++) least = std::min(least, f.key_classes[c].bits);
     const double ratio = (std::exp2(f.k_bits) - 1) / (std::exp2(least) - 1);
     // An output is off by that times how far the values that share the weight lie apart: 2.
-    limit += 5e-5 + 2 * std::sqrt(dim) * (largest_q * range).max().item<double>() * scale * ratio / 32767;
+    limit +=
+        limits::kFastWeights + 2 * std::sqrt(dim) * (largest_q * range).max().item<double>() * scale * ratio / 32767;
     // Weights are rounded by up to 1 / 65534 of the largest of a page. Half of each code is an offset that a rotation
     // gathers in the first channel of its block.
     const int64_t block = rotation_size(f.value_head_dim);

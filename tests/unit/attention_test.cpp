@@ -7,6 +7,7 @@
 
 #include "attention_case.h"
 #include "isa.h"
+#include "tests/limits.h"
 
 namespace kivi::cpu {
 namespace {
@@ -38,7 +39,7 @@ TEST_P(Attention, EveryBitPair) {
     for (const int64_t v_bits : kBitWidths) {
       AttentionSpec s = attention_spec(small_format(k_bits, v_bits, k_bits == 3 ? 16 : 32));
       s.seed = static_cast<uint32_t>(10 * k_bits + v_bits);
-      expect_close(s, 1e-5);
+      expect_close(s, limits::kExact);
     }
   }
 }
@@ -53,7 +54,7 @@ TEST_P(Attention, HeadSizesAndGroups) {
       AttentionSpec s = attention_spec(f);
       s.cached = {4 + 3 * 128 + 200};
       s.num_heads = 3;
-      expect_close(s, 1e-5);
+      expect_close(s, limits::kExact);
     }
   }
 }
@@ -71,7 +72,7 @@ TEST_P(Attention, OutliersAndWideScores) {
       s.cached = {1000};
       s.outlier_step = 16;
       s.score_spread = spread;
-      expect_close(s, spread < 10 ? 1e-5 : 2e-5);
+      expect_close(s, spread < 10 ? limits::kExact : limits::kExactWide);
     }
   }
 }
@@ -80,7 +81,7 @@ TEST_P(Attention, QueryHeadsPerKvHead) {
   for (const int64_t group : {1, 2, 3, 4, 5, 8, 16, 33}) {
     AttentionSpec s = attention_spec(small_format());
     s.num_heads = 2 * group;
-    expect_close(s, 1e-5);
+    expect_close(s, limits::kExact);
   }
 }
 
@@ -91,9 +92,9 @@ TEST_P(Attention, CausalIsBottomRight) {
       s.q_len = fresh == 0 ? 5 : fresh;
       s.cached = {cached};
       if (fresh > 0) s.fresh = {fresh};
-      expect_close(s, 1e-5);
+      expect_close(s, limits::kExact);
       s.causal = false;
-      expect_close(s, 1e-5);
+      expect_close(s, limits::kExact);
     }
   }
 }
@@ -107,7 +108,7 @@ TEST_P(Attention, SlidingWindow) {
       s.q_len = 6;
       s.window = window;
       s.causal = causal;
-      expect_close(s, 1e-5);
+      expect_close(s, limits::kExact);
     }
   }
 }
@@ -122,7 +123,7 @@ TEST_P(Attention, SoftcapAlibiAndSinkLogits) {
     s.alibi_per_batch = (options & 8) != 0;
     s.score_spread = 4;
     s.q_len = 3;
-    expect_close(s, 1e-5);
+    expect_close(s, limits::kExact);
   }
 }
 
@@ -136,7 +137,7 @@ TEST_P(Attention, MasksOfEveryBroadcast) {
       s.mask = mask;
       for (int i = 0; i < 4; i++) s.mask_broadcast[i] = (broadcast >> i & 1) != 0;
       s.seed = static_cast<uint32_t>(broadcast + 1);
-      expect_close(s, 1e-5);
+      expect_close(s, limits::kExact);
     }
   }
 }
@@ -149,9 +150,9 @@ TEST_P(Attention, RaggedRows) {
     s.q_len = 4;
     s.rows_follow_new = follow;
     s.sinks = true;
-    expect_close(s, 1e-5);
+    expect_close(s, limits::kExact);
     s.sinks = false;
-    expect_close(s, 1e-5);
+    expect_close(s, limits::kExact);
   }
 }
 
@@ -165,7 +166,9 @@ TEST_P(Attention, ElementTypes) {
       s.fresh = {2};
       s.q_len = 2;
       // The output is rounded to q's type.
-      expect_close(s, q_type == Element::kFloat32 ? 1e-5 : q_type == Element::kFloat16 ? 1e-3 : 8e-3);
+      expect_close(s, limits::kExact + (q_type == Element::kFloat32   ? 0
+                                        : q_type == Element::kFloat16 ? limits::kFloat16Output
+                                                                      : limits::kBFloat16Output));
     }
   }
 }
@@ -174,7 +177,7 @@ TEST_P(Attention, ScaleTypes) {
   for (const ScaleType type : {ScaleType::kFloat16, ScaleType::kFloat32, ScaleType::kWidened}) {
     AttentionSpec s = attention_spec(small_format());
     s.format.scale_type = type;
-    expect_close(s, 1e-5);
+    expect_close(s, limits::kExact);
   }
 }
 
@@ -185,7 +188,7 @@ TEST_P(Attention, ManyRows) {  // more than one item takes
     s.fresh = {q_len};
     s.q_len = q_len;
     s.window = q_len == 100 ? 150 : 0;
-    expect_close(s, 1e-5);
+    expect_close(s, limits::kExact);
   }
 }
 
@@ -195,7 +198,7 @@ TEST_P(Attention, NoSinkTokensAndNoResidual) {
   s.format.residual_length = 0;
   for (const int64_t n : {1, 31, 32, 128, 129, 640}) {
     s.cached = {n};
-    expect_close(s, 1e-5);
+    expect_close(s, limits::kExact);
   }
 }
 

@@ -2,8 +2,7 @@
 // dequantised cache, and against the scalar kernel. Every size and rule that the kernels know is in here: a new one
 // needs a test here.
 //
-// "exact" must be within 1e-5. "fast" rounds q * scale to int16 (amplitude A, 32767 up to head size 256); its limit is
-// 5e-5 + sqrt(D) * max|q * scale| * max code / (2 A), explained in cpu/vector_pages-inl.h.
+// The limits are those of tests/limits.h.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "tests/limits.h"
 #include "tests/unit/attention_problem.h"
 
 namespace kivi::test {
@@ -28,10 +28,7 @@ std::vector<Isa> isas() {
 }
 
 double fast_limit(const Problem& p) {
-  const auto d = static_cast<double>(p.format.head_dim);
-  const double amplitude = std::min(32767.0, 2147483647.0 / ((p.format.k_bits == 3 ? 448 : 255) * d));
-  const double code = static_cast<double>((1 << p.format.k_bits) - 1);
-  return 5e-5 + 0.5 * std::sqrt(d) * p.largest_scaled_query() * code / amplitude;
+  return limits::fast(p.format.head_dim, p.format.k_bits, p.largest_scaled_query());
 }
 
 // Compares all outputs; NaN must stand where NaN is wanted and nowhere else.
@@ -65,11 +62,13 @@ class AttentionVector : public testing::TestWithParam<Isa> {
 
   // Both precisions against double, "exact" against the scalar kernel too. `rounding`: of the output's type.
   void check(const Settings& s, double rounding = 0, const std::string& what = "") {
+    const double exact_limit = s.top_score > 4 || s.softcap > 0 || s.alibi ? limits::kExactScores : limits::kExact;
     Problem problem(s);
     const Result want = problem.oracle();
     const Result exact = problem.run(kernels(), true);
-    expect_near(exact, want, 1e-5 + rounding, what + " exact");
-    expect_near(exact, problem.run(*cpu::kernels_for(Isa::kScalar), true), 2e-5 + rounding, what + " exact, scalar");
+    expect_near(exact, want, exact_limit + rounding, what + " exact");
+    expect_near(exact, problem.run(*cpu::kernels_for(Isa::kScalar), true), 2 * (exact_limit + rounding),
+                what + " exact, scalar");
     expect_near(problem.run(kernels(), false), want, fast_limit(problem) + rounding, what + " fast");
   }
 };
@@ -249,7 +248,9 @@ TEST_P(AttentionVector, ElementTypes) {
           s.q_type = q, s.cache_type = cache, s.new_type = fresh;
           s.new_len = 3;
           s.new_lengths = {3};
-          const double rounding = q == Element::kFloat32 ? 0 : q == Element::kFloat16 ? 0x1p-10 : 0x1p-7;
+          const double rounding = q == Element::kFloat32   ? 0
+                                  : q == Element::kFloat16 ? limits::kFloat16Output
+                                                           : limits::kBFloat16Output;
           check(s, rounding, "types");
         }
       }
