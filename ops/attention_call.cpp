@@ -1,6 +1,7 @@
 // See attention_call.h.
 #include "ops/attention_call.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "ops/elements.h"
@@ -88,7 +89,7 @@ AttentionCall attention_call(const at::Tensor& q, const CacheTensors& cache, at:
   p.scale = static_cast<float>(options.scale.value_or(1.0 / std::sqrt(static_cast<double>(format.head_dim))));
   p.softcap = static_cast<float>(options.softcap);
   p.causal = options.is_causal;
-  p.window = options.window;
+  p.window = std::min(options.window, kMaxWindow);
   p.exact = check_precision(options.precision);
   if (options.sinks) {
     call.sinks = options.sinks->to(at::kFloat).contiguous();

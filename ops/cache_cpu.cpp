@@ -216,8 +216,8 @@ std::vector<RowAppend> plan_append(const CacheView& cache, int64_t tokens,
     }
     RowAppend& r = rows[b];
     r.before = cache.lengths[b];
+    check_token_count(b, r.before, count);
     r.after = r.before + count;
-    TORCH_CHECK_VALUE(r.after < kMaxTokens, "row ", b, " would hold ", r.after, " tokens, more than 2^40");
     r.quantized_before = cache.quantized[b];
     // A truncated row may hold more quantised tokens than its length asks for; they stay as they are.
     r.quantized_after = std::max(r.quantized_before, quantized_count(cache.format, r.after));
@@ -320,6 +320,7 @@ std::tuple<at::Tensor, at::Tensor> cache_dequantize_cpu(const at::Tensor& pool, 
   const int64_t heads = format.num_kv_heads;
   at::Tensor k = at::empty({cache.batch, heads, length, format.head_dim}, window_k.options());
   at::Tensor v = at::empty({cache.batch, heads, length, format.value_head_dim}, window_k.options());
+  if (cache.batch == 0) return {k, v};  // of any length: its bytes are not to be counted
   char* const k_data = static_cast<char*>(k.mutable_data_ptr());
   char* const v_data = static_cast<char*>(v.mutable_data_ptr());
   const int64_t k_row = length * static_cast<int64_t>(cache.window_k.token_bytes);
