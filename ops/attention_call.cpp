@@ -56,6 +56,7 @@ void set_new_tokens(AttentionCall& call, const c10::SymInt& batch, const at::Ten
 
 void AttentionCall::set_mask(const at::Tensor& attn_mask, int64_t keys) {
   mask = expand_mask(attn_mask, params.batch, params.num_heads, params.q_len, keys);
+  if (mask.numel() == 0) return;  // no key to keep from anyone, and no memory to point into
   params.mask = mask.const_data_ptr();
   params.mask_type = mask.scalar_type() == at::kBool ? MaskType::kBool : MaskType::kFloat32;
   params.mask_keys = keys;

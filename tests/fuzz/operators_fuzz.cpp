@@ -89,6 +89,8 @@ class Arguments {
       t = in_.one_in(20) ? changed(in_, right) : in_.one_in(10) ? strided(in_, right) : right;
     } catch (const c10::Error&) {
     }
+    // torch's own fallback for negated views releases an argument once too often where that is one to write to.
+    if (mutated && t.defined() && t.is_neg()) t = right;
     if (!mutated && is_readable(t) && t.numel() < (1 << 20)) before_.emplace_back(t, t.detach().clone());
     return t;
   }
@@ -329,7 +331,8 @@ void change_values(Bytes& in, const CacheTensors& t) {
   const at::Tensor target = in.pick({t.lengths, t.quantized_lengths, t.block_table, t.k_order});
   if (!target.defined() || target.numel() == 0) return;
   at::Tensor flat = target.view({-1});
-  flat.select(0, in.byte() % flat.numel()).fill_(in.flag() ? in.any() : in.number(-2, 200));
+  const int64_t value = in.flag() ? in.any() : in.number(-2, 200);
+  flat.select(0, in.byte() % flat.numel()).copy_(at::scalar_tensor(value, at::kLong));
 }
 
 CacheTensors add_all(Arguments& arguments, const CacheTensors& t, bool append, bool truncate) {
