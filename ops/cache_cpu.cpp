@@ -320,7 +320,8 @@ std::tuple<at::Tensor, at::Tensor> cache_dequantize_cpu(const at::Tensor& pool, 
   const int64_t heads = format.num_kv_heads;
   at::Tensor k = at::empty({cache.batch, heads, length, format.head_dim}, window_k.options());
   at::Tensor v = at::empty({cache.batch, heads, length, format.value_head_dim}, window_k.options());
-  // Without rows the length may be any: its bytes are not to be counted. Without tokens there is no memory to point into.
+  // Without rows the length may be any: its bytes are not to be counted. Without tokens there is no memory to point
+  // into.
   if (k.numel() == 0) return {k, v};
   char* const k_data = static_cast<char*>(k.mutable_data_ptr());
   char* const v_data = static_cast<char*>(v.mutable_data_ptr());
