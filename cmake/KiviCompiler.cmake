@@ -24,6 +24,9 @@ find_package(Threads REQUIRED)
 # Flags of our own code: `kivi_flags(<target>)`.
 function(kivi_flags target)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wconversion)
+  if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+    target_compile_options(${target} PRIVATE -Wno-sign-conversion)  # which g++ does not count among -Wconversion
+  endif()
   if(KIVI_WERROR)
     target_compile_options(${target} PRIVATE -Werror)
   endif()

@@ -1,6 +1,7 @@
 // See attention_call.h.
 #include "ops/attention_call.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "ops/elements.h"
@@ -55,6 +56,7 @@ void set_new_tokens(AttentionCall& call, const c10::SymInt& batch, const at::Ten
 
 void AttentionCall::set_mask(const at::Tensor& attn_mask, int64_t keys) {
   mask = expand_mask(attn_mask, params.batch, params.num_heads, params.q_len, keys);
+  if (mask.numel() == 0) return;  // no key to keep from anyone, and no memory to point into
   params.mask = mask.const_data_ptr();
   params.mask_type = mask.scalar_type() == at::kBool ? MaskType::kBool : MaskType::kFloat32;
   params.mask_keys = keys;
@@ -88,7 +90,7 @@ AttentionCall attention_call(const at::Tensor& q, const CacheTensors& cache, at:
   p.scale = static_cast<float>(options.scale.value_or(1.0 / std::sqrt(static_cast<double>(format.head_dim))));
   p.softcap = static_cast<float>(options.softcap);
   p.causal = options.is_causal;
-  p.window = options.window;
+  p.window = std::min(options.window, kMaxWindow);
   p.exact = check_precision(options.precision);
   if (options.sinks) {
     call.sinks = options.sinks->to(at::kFloat).contiguous();

@@ -32,6 +32,7 @@ void run(const AttentionParams& p) {
   static thread_local Scratch scratch;
   int64_t floats = 0;
   const int64_t count = cpu::attention_plan(p, nullptr, &floats);
+  if (count == 0) return;
   if (static_cast<int64_t>(scratch.items.size()) < count) scratch.items.resize(static_cast<size_t>(count));
   if (static_cast<int64_t>(scratch.partials.size()) < floats) scratch.partials.resize(static_cast<size_t>(floats));
   cpu::AttentionItem* const items = scratch.items.data();

@@ -14,6 +14,16 @@
 
 namespace kivi {
 
+// So many tokens in one row, or more, are refused: sizes in bytes then stay far below 2^63.
+inline constexpr int64_t kMaxTokens = int64_t{1} << 40;
+
+// Row `row` holds `before` tokens and is to get `count` more; both are at least 0. A tensor of one element, expanded,
+// claims to be any number of tokens.
+inline void check_token_count(int64_t row, int64_t before, int64_t count) {
+  TORCH_CHECK_VALUE(count < kMaxTokens - before, "row ", row, " would hold more than 2^40 tokens: it has ", before,
+                    " and is given ", count);
+}
+
 std::vector<int64_t> format_to_ints(const Format& format);
 // Checks every field; errors name it.
 Format format_from_ints(at::IntArrayRef ints);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <set>
 
 #include "kivi/cache.h"
@@ -139,19 +140,25 @@ void append_captured(Storage& s, const at::Tensor& k, const at::Tensor& v, const
   cache_append(s.tensors, k, v, s.format_ints, lengths);
 }
 
-// `lengths` on the device of the cache; `counts` the same on the host.
-void append_to(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
-               const std::vector<int64_t>& counts, const at::Tensor& given_order) {
-  std::vector<int64_t> after_lengths = s.lengths, after_quantized = s.quantized;
-  for (int64_t b = 0; b < s.batch; b++) {
-    after_lengths[b] += counts[b];
-    after_quantized[b] = std::max(after_quantized[b], quantized_count(s.format, after_lengths[b]));
+// What every row holds once it got counts[b] tokens more.
+struct AfterAppend {
+  AfterAppend(const Storage& s, const std::vector<int64_t>& counts) : lengths(s.lengths), quantized(s.quantized) {
+    for (int64_t b = 0; b < s.batch; b++) {
+      check_token_count(b, lengths[b], counts[b]);
+      lengths[b] += counts[b];
+      quantized[b] = std::max(quantized[b], quantized_count(s.format, lengths[b]));
+    }
   }
-  make_room(s, after_quantized);
-  choose_orders(s, k, after_quantized, given_order);
-  append_tokens(s, k, v, lengths, after_quantized != s.quantized);
-  s.lengths = std::move(after_lengths);
-  s.quantized = std::move(after_quantized);
+  std::vector<int64_t> lengths, quantized;
+};
+
+// `lengths` on the device of the cache. Needs make_room for these tokens.
+void append_to(Storage& s, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& lengths,
+               AfterAppend after, const at::Tensor& given_order) {
+  choose_orders(s, k, after.quantized, given_order);
+  append_tokens(s, k, v, lengths, after.quantized != s.quantized);
+  s.lengths = std::move(after.lengths);
+  s.quantized = std::move(after.quantized);
 }
 
 // Attention over what a cache holds and, where given, over new tokens. The mask's width is checked here for CUDA, where
@@ -204,8 +211,10 @@ void KVCache::Impl::append(const at::Tensor& k, const at::Tensor& v, const std::
   if (capturing) return append_captured(storage, k, v, lengths);
   const auto append_all = [&](Storage& s) {
     const std::vector<int64_t> counts = counts_of(lengths_arg, s.batch, k.size(2));
+    AfterAppend after(s, counts);
+    make_room(s, after.quantized);  // before the queries are noted: there may be no such room
     if (q.defined()) note_queries(s, q, lengths_arg ? counts : counts_of({}, s.batch, q.size(2)));
-    append_to(s, k, v, lengths, counts, given_order);
+    append_to(s, k, v, lengths, std::move(after), given_order);
   };
   if (storage.started && !has_unordered_rows(storage)) return append_all(current());
   Storage s = storage.started ? with_own_orders(current()) : start_storage(format, k.size(0), k.options());
@@ -495,6 +504,7 @@ void KVCache::reserve(int64_t tokens) {
               "reserve needs a cache that has seen tokens: batch size and dtype come from the first ones");
   Storage& s = impl_->current();
   const int64_t quantized = quantized_count(s.format, tokens), pages = pages_for(quantized);
+  TORCH_CHECK(pages <= std::numeric_limits<int32_t>::max(), "the cache would need ", pages, " pages for each row");
   if (s.host_table.defined()) {  // a graph cannot take pages: every row gets its own now
     std::vector<int64_t> after = s.quantized;
     for (int64_t& m : after) m = std::max(m, quantized);

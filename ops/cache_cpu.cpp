@@ -216,8 +216,8 @@ std::vector<RowAppend> plan_append(const CacheView& cache, int64_t tokens,
     }
     RowAppend& r = rows[b];
     r.before = cache.lengths[b];
+    check_token_count(b, r.before, count);
     r.after = r.before + count;
-    TORCH_CHECK_VALUE(r.after < kMaxTokens, "row ", b, " would hold ", r.after, " tokens, more than 2^40");
     r.quantized_before = cache.quantized[b];
     // A truncated row may hold more quantised tokens than its length asks for; they stay as they are.
     r.quantized_after = std::max(r.quantized_before, quantized_count(cache.format, r.after));
@@ -320,6 +320,9 @@ std::tuple<at::Tensor, at::Tensor> cache_dequantize_cpu(const at::Tensor& pool, 
   const int64_t heads = format.num_kv_heads;
   at::Tensor k = at::empty({cache.batch, heads, length, format.head_dim}, window_k.options());
   at::Tensor v = at::empty({cache.batch, heads, length, format.value_head_dim}, window_k.options());
+  // Without rows the length may be any: its bytes are not to be counted. Without tokens there is no memory to point
+  // into.
+  if (k.numel() == 0) return {k, v};
   char* const k_data = static_cast<char*>(k.mutable_data_ptr());
   char* const v_data = static_cast<char*>(v.mutable_data_ptr());
   const int64_t k_row = length * static_cast<int64_t>(cache.window_k.token_bytes);
@@ -377,6 +380,7 @@ void cache_copy_pages_cpu(at::Tensor& pool, const at::Tensor& source, const at::
   for (int64_t i = 0; i < count; i++) {
     TORCH_CHECK_VALUE(!written[s[i]], "source[", i, "] is ", s[i], ", which target names too");
   }
+  if (bytes == 0) return;
   auto* data = static_cast<uint8_t*>(pool.mutable_data_ptr());
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {

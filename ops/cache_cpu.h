@@ -5,11 +5,9 @@
 
 #include "csrc/cpu/kernels.h"
 #include "kivi/ops.h"
+#include "ops/cache_args.h"
 
 namespace kivi {
-
-// More tokens than this in one row are refused: sizes in bytes then stay far below 2^63.
-inline constexpr int64_t kMaxTokens = int64_t{1} << 40;
 
 // One of the exact parts: [B, Hkv, slots, channels], contiguous.
 struct ExactPart {

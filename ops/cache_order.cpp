@@ -110,6 +110,7 @@ void choose_orders(CacheStorage& s, const at::Tensor& k_arg, const std::vector<i
       at::Tensor score = squared_ranges(s, k, b, after_quantized[b]);
       const at::Tensor squares = s.query_squares.select(0, b);
       if ((squares > 0).any().item<bool>()) score = score * squares;
+      score = at::nan_to_num(score, 0.0);  // 0 times a range whose square overflowed: not an order otherwise
       score = score.cpu();
       const at::Tensor chosen = at::empty({s.format.num_kv_heads, s.format.head_dim}, at::kShort);
       for (int64_t h = 0; h < s.format.num_kv_heads; h++) {

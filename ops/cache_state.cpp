@@ -149,6 +149,26 @@ void check_state_tensor(const char* name, const at::Tensor& t, at::ScalarType dt
   TORCH_CHECK_VALUE(t.device().is_cpu(), "saved KVCache: ", name, " is on ", t.device(), ", expected cpu");
 }
 
+// A row's order of the channels of each head: a whole one for a row that holds, or once held, quantised tokens, else -1
+// throughout. Returns whether it is chosen.
+bool check_saved_order(const at::Tensor& orders, int64_t row, int64_t quantized) {
+  const int64_t heads = orders.size(1), channels = orders.size(2);
+  const int16_t* const all = orders.const_data_ptr<int16_t>() + row * heads * channels;
+  const bool chosen = quantized > 0 || all[0] >= 0;
+  for (int64_t h = 0; h < heads; h++) {
+    std::vector<bool> seen(static_cast<size_t>(channels), false);
+    for (int64_t i = 0; i < channels; i++) {
+      const int64_t channel = all[h * channels + i];
+      const bool fits =
+          chosen ? channel >= 0 && channel < channels && !seen[static_cast<size_t>(channel)] : channel == -1;
+      TORCH_CHECK_VALUE(fits, "saved KVCache: k_order[", row, "][", h, "] has ", channel, " in place ", i,
+                        ", expected ", chosen ? "each channel once" : "-1, as the row has no order");
+      if (chosen) seen[static_cast<size_t>(channel)] = true;
+    }
+  }
+  return chosen;
+}
+
 }  // namespace
 
 KVCache::State KVCache::state() const {
@@ -266,6 +286,12 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   const std::vector<int64_t> filled = filled_records(format, entries, width, pages, quantized);
   const int64_t count = std::accumulate(filled.begin(), filled.end(), int64_t{0}) * heads;
   check_state_tensor("records", tensors[0], at::kByte, {count, record_layout(format).bytes});
+  std::vector<uint8_t> ordered;
+  if (classes) {
+    const at::Tensor orders = tensors[4].contiguous();
+    for (int64_t b = 0; b < batch; b++) ordered.push_back(check_saved_order(orders, b, quantized[b]) ? 1 : 0);
+    TORCH_CHECK_VALUE(tensors[5].ge(0).all().item<bool>(), "saved KVCache: query_squares has a number below 0, or NaN");
+  }
   check_checksum(ints, tensors);
 
   const PlainTensors guard;
@@ -289,12 +315,7 @@ c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
   if (classes) {
     s.tensors.k_order.copy_(tensors[4]);
     s.query_squares.copy_(tensors[5]);
-    for (int64_t b = 0; b < batch; b++) {
-      const at::Tensor order = s.tensors.k_order[b];
-      s.ordered[b] = order[0][0].item<int16_t>() >= 0 ? 1 : 0;
-      TORCH_CHECK_VALUE(s.ordered[b] != 0 ? is_key_order(order) : quantized[b] == 0, "saved KVCache: k_order of row ",
-                        b, " does not name each of the ", format.head_dim, " channels once for every head");
-    }
+    s.ordered = ordered;
   }
   copy_exact(s, s.tensors.sink_k, s.tensors.window_k, tensors[2], true);
   copy_exact(s, s.tensors.sink_v, s.tensors.window_v, tensors[3], true);

@@ -17,6 +17,8 @@ struct AxisView {
 };
 
 inline AxisView view_around_axis(const at::Tensor& t, int64_t axis) {
+  // Nothing to do, whatever the other sizes: their product may overflow, or be rows of no element to walk through.
+  if (t.numel() == 0) return {t.new_empty({0, t.size(axis), 0}), 0, t.size(axis), 0};
   int64_t outer = 1, inner = 1;
   for (int64_t i = 0; i < axis; i++) outer *= t.size(i);
   for (int64_t i = axis + 1; i < t.dim(); i++) inner *= t.size(i);

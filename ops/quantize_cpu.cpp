@@ -13,6 +13,7 @@ constexpr int64_t kGrainElements = 16384;
 
 template <class Params, class Kernel>
 void run_units(const Params& p, Kernel kernel) {
+  if (p.outer == 0 || p.inner == 0) return;
   const int64_t units = p.outer * ceil_div(p.inner, cpu::kInnerBlock);
   const int64_t per_unit = std::max<int64_t>(1, p.n * std::min(p.inner, cpu::kInnerBlock));
   at::parallel_for(0, units, std::max<int64_t>(1, kGrainElements / per_unit),

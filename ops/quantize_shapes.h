@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "ops/checks.h"
 
@@ -13,6 +14,15 @@ namespace kivi {
 inline c10::SymInt groups_along(const c10::SymInt& size, int64_t group_size) {
   const int64_t group = std::min(group_size, int64_t{1} << 62);
   return (size + (group - 1)) / group;
+}
+
+// Bytes of a dense string of `size` codes.
+inline c10::SymInt code_bytes_along(const c10::SymInt& size, int64_t bits) {
+  // A tensor without elements may have any size along the axis; a symbolic one is not asked.
+  const auto known = size.maybe_as_int();
+  TORCH_CHECK_VALUE(!known || *known <= std::numeric_limits<int64_t>::max() / 16, "size along the axis is ", size,
+                    ", more than 2^59 elements");
+  return (size * bits + 7) / 8;
 }
 
 struct QuantizeShapes {
@@ -30,7 +40,7 @@ inline QuantizeShapes quantize_shapes(const at::Tensor& x, int64_t axis, int64_t
   s.size = x.sym_size(s.axis);
   s.codes.assign(x.sym_sizes().begin(), x.sym_sizes().end());
   s.scale = s.codes;
-  s.codes[s.axis] = (s.size * bits + 7) / 8;
+  s.codes[s.axis] = code_bytes_along(s.size, bits);
   s.scale[s.axis] = groups_along(s.size, group_size);
   return s;
 }
@@ -49,6 +59,7 @@ inline c10::SymDimVector dequantize_shape(const at::Tensor& codes, const at::Ten
   TORCH_CHECK_VALUE(size >= 0, "size must not be negative, got ", size);
   TORCH_CHECK_TYPE(is_supported_float(dtype), "dtype must be float32, float16 or bfloat16, got ", dtype);
   axis = check_axis(axis, codes.dim());
+  const c10::SymInt bytes = code_bytes_along(size, bits);
   for (const auto& [name, t] : {std::pair<const char*, const at::Tensor&>{"scale", scale}, {"zero", zero}}) {
     TORCH_CHECK_VALUE(t.dim() == codes.dim(), name, " has ", t.dim(), " dimensions, but codes has ", codes.dim());
     for (int64_t i = 0; i < codes.dim(); i++) {
@@ -58,7 +69,6 @@ inline c10::SymDimVector dequantize_shape(const at::Tensor& codes, const at::Ten
                         " want ", want);
     }
   }
-  const c10::SymInt bytes = (size * bits + 7) / 8;
   TORCH_CHECK_VALUE(codes.sym_size(axis) == bytes, "codes has ", codes.sym_size(axis), " bytes along axis ", axis,
                     ", but size ", size, " at ", bits, " bits takes ", bytes);
   c10::SymDimVector shape(codes.sym_sizes().begin(), codes.sym_sizes().end());

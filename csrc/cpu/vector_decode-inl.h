@@ -487,6 +487,9 @@ void decode_value_rows(DecodeSide p, const DecodeScales& scales) {
   constexpr bool kTables = kType != Element::kFloat32 && kBits <= 2;
   const NextRecord next(p, p.layout.v_codes[0], p.layout.bytes);
   const int64_t group = p.group;
+  // Of a last span of one line the other half, which nobody reads, has no codes: after those of the last token there
+  // may be less than a vector of the record.
+  const int64_t last_codes = p.layout.v_channels - kLanes;
   alignas(64) uint32_t tables[kTables ? 4 * kMaxHeadDim : 1];  // by group of channels and token
   if constexpr (kTables) {
     Numbers::fill_tables(scales.scale, scales.zero, round_up(p.layout.v_groups * group, kSpan), tables);
@@ -512,7 +515,9 @@ void decode_value_rows(DecodeSide p, const DecodeScales& scales) {
       for (int from = 0; from < kSpanVectors; from += kGroupVectors) {
         const Numbers numbers = numbers_of(scale_at[(s * kSpan + from * kLanes) / kLine] + t);
         KIVI_UNROLL
-        for (int n = from; n < from + kGroupVectors; n++) x[n] = numbers.of(codes.at(s * kSpan + n * kLanes));
+        for (int n = from; n < from + kGroupVectors; n++) {
+          x[n] = numbers.of(codes.at(std::min<int64_t>(s * kSpan + n * kLanes, last_codes)));
+        }
       }
       Numbers::put(x, at, stream);
     };

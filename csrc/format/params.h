@@ -40,6 +40,9 @@ struct DequantizeParams {
   Element type;
 };
 
+// No row holds so many tokens: a longer window shows the same, and positions less this one do not overflow.
+inline constexpr int64_t kMaxWindow = int64_t{1} << 62;
+
 enum class MaskType : uint8_t { kNone, kBool, kFloat32 };
 
 // Attention of q over one layer's cache, and optionally over `new` tokens that follow it. The keys of row b of the
@@ -88,7 +91,7 @@ struct AttentionParams {
   float scale;                // of the scores
   float softcap;              // > 0: score = softcap * tanh(score / softcap), before mask and ALiBi
   bool causal;                // key j is seen by the query at position p if j <= p
-  int64_t window;             // > 0: ... and j > p - window
+  int64_t window;             // > 0: ... and j > p - window; at most kMaxWindow
   const float* sinks;         // [Hq] a learned logit that joins the denominator only, or null
   const float* alibi_slopes;  // [B or 1][Hq]: score += slope * (j - p), or null
   int64_t alibi_batch_stride;

@@ -329,6 +329,9 @@ constexpr const char* format_error(const Format& f, int64_t* value) {
       return bad(k.channels,
                  "a class of key channels must have a multiple of 16 channels (1 and 3 bits: 32), the last any");
     }
+    if (k.channels > f.head_dim) {  // before the sum, which it might overflow
+      return bad(k.channels, "a class of key channels must have at most head_dim channels");
+    }
     in_classes += k.channels;
     widest = k.bits > widest ? k.bits : widest;
   }

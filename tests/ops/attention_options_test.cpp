@@ -115,6 +115,22 @@ TEST(Attention, SoftcapWindowSinksAlibiAndScale) {
   }
 }
 
+// Found by fuzzing: positions less the window overflowed, and pages were left out.
+TEST(Attention, TheLargestWindowIsNone) {
+  KVCache cache(exact_options(1, 16, 16, 4, 20));
+  cache.append(randn({1, 1, 300, 16}, 231), randn({1, 1, 300, 16}, 232));
+  const at::Tensor q = randn({1, 1, 310, 16}, 233);
+  for (const bool causal : {true, false}) {
+    AttentionOptions o;
+    o.is_causal = causal;
+    const at::Tensor expected = cache.attend(q, o);
+    for (const int64_t less : {0, 1, 9, 400}) {
+      o.window = std::numeric_limits<int64_t>::max() - less;
+      EXPECT_TRUE(same_bits(cache.attend(q, o), expected)) << less;
+    }
+  }
+}
+
 TEST(Attention, OptionsHoldForNewTokensToo) {
   std::mt19937 rng(2);
   for (int i = 0; i < 60; i++) {

@@ -36,6 +36,11 @@ TEST(Errors, Quantise) {
       {"3-bit codes read as 4 bits", back(codes, scale, zero, 1, 4), {"codes", "15", "20", "4 bits"}},
       {"wrong size", back(codes, scale, zero, 1, 3, 16, 60), {"scale", "3", "4"}},
       {"size with the groups but not the bytes", back(codes, scale, zero, 1, 3, 16, 47), {"codes", "15", "18"}},
+      // 8 * 2^61 bits are 0 in 64 bits
+      {"size whose bits overflow",
+       back(codes.narrow(1, 0, 0), scale.narrow(1, 0, 1), zero.narrow(1, 0, 1), 1, 8, int64_t{1} << 62,
+            int64_t{1} << 61),
+       {"size", "2305843009213693952"}},
       {"negative size", back(codes, scale, zero, 1, 3, 16, -1), {"size", "-1"}},
       {"other group_size", back(codes, scale, zero, 1, 3, 8), {"scale", "3", "5"}},
       {"group_size 0", back(codes, scale, zero, 1, 3, 0), {"group_size", "0"}},
@@ -241,6 +246,38 @@ TEST(Errors, BadCallsDoNotStartAnEmptyCache) {
   }
   cache.append(randn({3, kHeads, 2, kDim}, 5, at::kHalf), randn({3, kHeads, 2, kValueDim}, 6, at::kHalf));
   EXPECT_EQ(cache.batch_size(), 3);
+}
+
+// Sums of tokens and pages must not overflow. A tensor of one element, expanded, claims to be any size.
+TEST(Errors, MoreTokensThanThereCanBe) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max(), kRows = 200;
+  CacheOptions options = cache_options();
+  options.num_kv_heads = options.head_dim = 1, options.value_head_dim = 1;
+  KVCache cache(options);
+  const at::Tensor x = randn({kRows, 1, 60, 1}, 12);
+  cache.append(x, x);
+  const auto before = cache.state();
+  expect_error([&] { cache.reserve(kMost); }, {"pages"});
+  const auto format = cache_format(options);
+  CacheTensors t = make_tensors(format, 1, 1);
+  cache_append(t, x.narrow(0, 0, 1), x.narrow(0, 0, 1), format);
+  for (const int64_t tokens : {kMost, kMost - 59, int64_t{1} << 62, int64_t{1} << 40}) {
+    const at::Tensor one = at::zeros({1, 1, 1, 1}).expand({1, 1, tokens, 1});
+    expect_error([&] { cache_append(t, one, one, format); }, {"row 0", "2^40", std::to_string(tokens)});
+    KVCache single(options);
+    single.append(x.narrow(0, 0, 1), x.narrow(0, 0, 1));
+    expect_error([&] { single.append(one, one); }, {"row 0", "2^40", std::to_string(tokens)});
+    EXPECT_EQ(single.length(), 60);
+  }
+  EXPECT_EQ(t.lengths.item<int64_t>(), 60);
+  EXPECT_TRUE(same_state(cache.state(), before));
+  // No row is right for any number of tokens.
+  const auto [k, v] = cache_dequantize(make_tensors(format, 0, 0), format, int64_t{1} << 62);
+  EXPECT_EQ(k.size(2), int64_t{1} << 62);
+  EXPECT_EQ(v.numel(), 0);
+  // No query looks at them.
+  const at::Tensor one = at::zeros({1, 1, 1, 1}).expand({1, 1, kMost, 1});
+  EXPECT_EQ(std::get<0>(cache_attention(at::zeros({1, 1, 0, 1}), t, format, one, one)).numel(), 0);
 }
 
 // ---------------------------------------------------------------------------------------------- the operators

@@ -385,6 +385,23 @@ TEST(Quantize, EmptyTensors) {
 }
 
 // C21 b
+// A tensor without elements may have rows without end to walk through, or sizes whose product
+// overflows; of the latter torch makes no contiguous result.
+TEST(Quantize, EmptyTensorsOfHugeSizes) {
+  constexpr int64_t kHuge = int64_t{1} << 48;
+  for (const std::vector<int64_t>& sizes : std::vector<std::vector<int64_t>>{{kHuge, 0}, {0, kHuge}, {kHuge, 0, 64}}) {
+    const at::Tensor x = at::empty_strided(sizes, std::vector<int64_t>(sizes.size(), 0), at::kFloat);
+    for (int64_t axis = 0; axis < x.dim(); axis++) {
+      const auto [codes, scale, zero] = quantize(x, axis, 8, 32);
+      EXPECT_EQ(codes.sizes(), x.sizes());
+      EXPECT_EQ(dequantize(codes, scale, zero, axis, 8, 32, x.size(axis)).sizes(), x.sizes());
+      EXPECT_EQ(fake_quantize(x, axis, 8, 32).sizes(), x.sizes());
+    }
+  }
+  const at::Tensor x = at::empty_strided({0, kHuge, kHuge}, {0, 0, 0}, at::kFloat);
+  expect_error([&] { quantize(x, 0, 8, 32); }, {});
+}
+
 TEST(Quantize, DefaultDtypeChangesNothing) {
   const at::Tensor x = randn({40, 50}, 61);
   const auto want = all_results(x, 1, 2, 32);

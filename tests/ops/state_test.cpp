@@ -1,4 +1,7 @@
 // The saved form of kivi::KVCache: it holds what is held, and no more; what was tampered with is refused.
+#include <functional>
+
+#include "ops/checksum.h"
 #include "tests/ops/model.h"
 
 namespace kivi::test {
@@ -97,6 +100,53 @@ TEST(State, KeepsTheGivenKeyOrder) {
   bad = cache.state();
   std::get<2>(bad).back().fill_(3);
   expect_error([&] { KVCache::from_state(bad); }, {"order", "once"});
+}
+
+// What a library writes that has other ideas of a right cache: the checksum is right.
+KVCache::State sealed(KVCache::State state) {
+  auto& [header, ints, tensors] = state;
+  Checksum sum;
+  for (size_t i = 0; i < ints.size(); i++) sum.add(i == 4 ? 0 : static_cast<uint64_t>(ints[i]));
+  for (const at::Tensor& t : tensors) {
+    const at::Tensor whole = t.contiguous();
+    sum.add(static_cast<uint64_t>(whole.scalar_type()));
+    for (const int64_t size : whole.sizes()) sum.add(static_cast<uint64_t>(size));
+    sum.add(whole.const_data_ptr(), whole.nbytes());
+  }
+  ints[4] = sum.value();
+  return state;
+}
+
+// A cache made of these would throw at its first use.
+TEST(State, OrdersOfKeysThatAreNone) {
+  CacheOptions o = options_of(2, 20, 16, 0, 0);
+  o.k_classes = {16, 4, 4, 2};
+  const at::Tensor x = randn({2, 2, 20, 20}, 92);
+  KVCache cache(o);
+  cache.append(x, x, longs({20, 3}));
+  const KVCache::State good = cache.state();
+  ASSERT_TRUE(same_state(KVCache::from_state(sealed(good))->state(), good));
+  const auto with = [&](size_t i, const std::function<void(at::Tensor)>& change) {
+    KVCache::State bad = good;
+    std::get<2>(bad)[i] = std::get<2>(good)[i].clone();
+    change(std::get<2>(bad)[i]);
+    return sealed(bad);
+  };
+  for (const int64_t channel : {-1, 7, 20, -20}) {  // row 0 has an order: channel 7 stands in it already
+    for (const int64_t place : {0, 19}) {
+      if (std::get<2>(good)[4][0][1][place].item<int64_t>() == channel) continue;
+      const auto bad = with(4, [&](const at::Tensor& t) { t[0][1][place] = channel; });
+      expect_error([&] { KVCache::from_state(bad); }, {"k_order[0][1]", std::to_string(channel)});
+    }
+  }
+  const auto begun = with(4, [](const at::Tensor& t) { t[1][0][0] = 3; });  // row 1 has none
+  expect_error([&] { KVCache::from_state(begun); }, {"k_order[1][0]"});
+  const auto rest = with(4, [](const at::Tensor& t) { t[1][1][5] = 3; });
+  expect_error([&] { KVCache::from_state(rest); }, {"k_order[1][1]", "-1"});
+  for (const float bad : {-1.0f, kNan}) {
+    const auto squares = with(5, [&](const at::Tensor& t) { t[1][1][5] = bad; });
+    expect_error([&] { KVCache::from_state(squares); }, {"query_squares"});
+  }
 }
 
 TEST(State, TamperedTensorsAreRefused) {

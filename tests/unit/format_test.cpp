@@ -190,5 +190,22 @@ TEST(FormatTest, ErrorsNameTheField) {
   expect_error(f, "scale_type", 7);
 }
 
+// Found by fuzzing: the sum of the channels overflowed.
+TEST(FormatTest, ClassesOfMoreChannelsThanAnyHead) {
+  Format f = make_format(8, 128, 128, 4, 2, 32);
+  f.num_key_classes = 2;
+  for (const int64_t channels : {int64_t{129}, int64_t{1} << 62, kMax}) {
+    f.key_classes[0] = {96, 4};
+    f.key_classes[1] = {channels, 2};
+    int64_t value = 0;
+    ASSERT_NE(format_error(f, &value), nullptr);
+    EXPECT_EQ(value, channels);
+  }
+  f.key_classes[0] = {int64_t{1} << 62, 4};
+  f.key_classes[1] = {int64_t{1} << 62, 2};
+  int64_t value = 0;
+  EXPECT_NE(format_error(f, &value), nullptr);
+}
+
 }  // namespace
 }  // namespace kivi::cpu
