@@ -293,6 +293,21 @@ TEST(Recipe, StridesDoNotChooseTheClasses) {
   }
 }
 
+// A range whose square overflows costs nothing where no query looks at it: 0 times Inf is no rank.
+TEST(Recipe, ChannelsThatNoQuerySeesComeLastHoweverWide) {
+  CacheOptions o = options_of(1, 32, 16, 0, 0);
+  o.k_classes = {16, 4, 16, 2};
+  at::Tensor k = randn({1, 1, 16, 32}, 63), q = at::ones({1, 2, 16, 32});
+  for (const int64_t channel : {0, 5, 31}) {
+    k.select(3, channel).mul_(1e30);
+    q.select(3, channel).zero_();
+  }
+  KVCache cache(o);
+  cache.append(k, k, std::nullopt, q);
+  const at::Tensor few_bits = cache.key_order()[0][0].narrow(0, 16, 16);
+  for (const int64_t channel : {0, 5, 31}) EXPECT_TRUE((few_bits == channel).any().item<bool>()) << channel;
+}
+
 // The channels that matter most get the most bits: by range, and by the queries that `forward` saw.
 TEST(Recipe, ClassesTakeTheChannelsThatMatter) {
   CacheOptions o = options_of(2, 64, 32, 32, 4);
