@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstring>
 #include <limits>
+#include <unordered_set>
 
 #include "csrc/cpu/kernels.h"
 #include "csrc/cpu/reference.h"
@@ -370,15 +371,14 @@ void cache_copy_pages_cpu(at::Tensor& pool, const at::Tensor& source, const at::
   const auto* s = from.const_data_ptr<int64_t>();
   const auto* t = to.const_data_ptr<int64_t>();
   const int64_t count = from.size(0), pages = pool.size(0), bytes = pool.size(1);
-  std::vector<uint8_t> written(static_cast<size_t>(pages), 0);
+  std::unordered_set<int64_t> written;
   for (int64_t i = 0; i < count; i++) {
     TORCH_CHECK_INDEX(s[i] >= 0 && s[i] < pages, "source[", i, "] is ", s[i], ", but pool has ", pages, " pages");
     TORCH_CHECK_INDEX(t[i] >= 0 && t[i] < pages, "target[", i, "] is ", t[i], ", but pool has ", pages, " pages");
-    TORCH_CHECK_VALUE(!written[t[i]], "target[", i, "] is ", t[i], ", which an earlier entry names too");
-    written[t[i]] = 1;
+    TORCH_CHECK_VALUE(written.insert(t[i]).second, "target[", i, "] is ", t[i], ", which an earlier entry names too");
   }
   for (int64_t i = 0; i < count; i++) {
-    TORCH_CHECK_VALUE(!written[s[i]], "source[", i, "] is ", s[i], ", which target names too");
+    TORCH_CHECK_VALUE(written.count(s[i]) == 0, "source[", i, "] is ", s[i], ", which target names too");
   }
   if (bytes == 0) return;
   auto* data = static_cast<uint8_t*>(pool.mutable_data_ptr());

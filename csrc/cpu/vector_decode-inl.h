@@ -335,9 +335,11 @@ struct KeyWords {
     for (int s = 0; s < 2; s++) {
       const int64_t line = static_cast<int64_t>(t / kLine) * p.layout.k_words[s];
       plane[s] = p.record + p.layout.k_codes[s] + line * kLineBytes + t % kLine * 4;
+      last[s] = p.layout.k_words[s] - 1;
     }
   }
   const uint8_t* plane[2];
+  int64_t last[2];  // word of the line
 };
 
 // Where the codes of a span's channels stand: the lowest bit in the word, and a mask of it in its half of the word.
@@ -355,13 +357,14 @@ struct KeyPlaces {
 template <int kBits>
 inline constexpr KeyPlaces<kBits> kKeyPlaces{};
 
-// The words of kCount channels from channel `first` of the span on, each in its channels' part of the vector.
+// The words of kCount channels from channel `first` of the span on, each in its channels' part of the vector. Of a last
+// span of one line the other half, which nobody reads, has no words: behind the last one there may be no record.
 template <int kBits, int kCount>
-HWY_INLINE VU spread_words(const uint8_t* words, int64_t span, int first) {
+HWY_INLINE VU spread_words(const uint8_t* words, int64_t last, int64_t span, int first) {
   constexpr int kWords = std::max(1, kCount * kBits / 32);
   const auto word = [&](int i) {
     uint32_t w;
-    std::memcpy(&w, words + (span * kBits + first * kBits / 32 + i) * kLineBytes, sizeof w);
+    std::memcpy(&w, words + std::min<int64_t>(span * kBits + first * kBits / 32 + i, last) * kLineBytes, sizeof w);
     return hn::Set(DU(), w);
   };
   VU spread = word(kWords - 1);
@@ -374,8 +377,8 @@ HWY_INLINE VU spread_words(const uint8_t* words, int64_t span, int first) {
 
 // The plane's codes of kLanes channels from channel `first` of the span on.
 template <int kBits>
-HWY_INLINE VU key_codes(const uint8_t* words, int64_t span, int first) {
-  const VU spread = spread_words<kBits, kLanes>(words, span, first);
+HWY_INLINE VU key_codes(const uint8_t* words, int64_t last, int64_t span, int first) {
+  const VU spread = spread_words<kBits, kLanes>(words, last, span, first);
   return hn::And(hn::Shr(spread, hn::Load(DU(), kKeyPlaces<kBits>.bit + first)), hn::Set(DU(), (1u << kBits) - 1u));
 }
 
@@ -389,9 +392,9 @@ void compute_key_rows(DecodeSide p, const DecodeScales& scales) {
       VF x[kSpanVectors];
       KIVI_UNROLL
       for (int n = 0; n < kSpanVectors; n++) {
-        VU codes = key_codes < kBits == 3 ? 2 : kBits > (words.plane[0], s, n * kLanes);
+        VU codes = key_codes < kBits == 3 ? 2 : kBits > (words.plane[0], words.last[0], s, n * kLanes);
         if constexpr (kBits == 3) {
-          codes = hn::Or(codes, hn::ShiftLeft<2>(key_codes<1>(words.plane[1], s, n * kLanes)));
+          codes = hn::Or(codes, hn::ShiftLeft<2>(key_codes<1>(words.plane[1], words.last[1], s, n * kLanes)));
         }
         const int64_t channel = s * kSpan + n * kLanes;
         x[n] = values_of(codes, hn::Load(DF(), scales.scale + channel), hn::Load(DF(), scales.zero + channel));
@@ -416,8 +419,8 @@ void choose_key_rows(DecodeSide p, const DecodeScales& scales) {
       KIVI_UNROLL
       for (int n = 0; n < kLineVectors; n++) {
         const int first = n * kHalfLanes;
-        const VU low = spread_words<kPlaneBits, kHalfLanes>(words.plane[0], s, first);
-        const VU high = kBits == 3 ? spread_words<1, kHalfLanes>(words.plane[1], s, first) : low;
+        const VU low = spread_words<kPlaneBits, kHalfLanes>(words.plane[0], words.last[0], s, first);
+        const VU high = kBits == 3 ? spread_words<1, kHalfLanes>(words.plane[1], words.last[1], s, first) : low;
         halves[n] = choices.choose(s * kSpan + first, hn::BitCast(DH(), low),
                                    hn::Load(DH(), kKeyPlaces<kPlaneBits>.mask + first), hn::BitCast(DH(), high),
                                    hn::Load(DH(), kKeyPlaces<1>.mask + first));

@@ -4,28 +4,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "ops/checksum.h"
 #include "tests/fuzz/tensors.h"
+#include "tests/sealed.h"
 
 namespace kivi::fuzz {
 namespace {
 
-constexpr size_t kSizeAt = 16, kChecksumAt = 24, kHeaderBytes = 40;
-
-// As cache_file.cpp defines it.
-void seal(std::string& file) {
-  const uint64_t size = file.size();
-  std::memcpy(file.data() + kSizeAt, &size, sizeof size);
-  std::memset(file.data() + kChecksumAt, 0, sizeof size);
-  Checksum sum;
-  sum.add(file.data() + kHeaderBytes, file.size() - kHeaderBytes);
-  sum.add(file.data(), kHeaderBytes);
-  const int64_t value = sum.value();
-  std::memcpy(file.data() + kChecksumAt, &value, sizeof value);
-}
-
 void run(std::string file, bool sealed) {
-  if (sealed && file.size() >= kHeaderBytes) seal(file);
+  if (sealed) file = test::sealed(std::move(file));
   static const int memory = memfd_create("caches", MFD_CLOEXEC);
   static const std::string path = "/proc/self/fd/" + std::to_string(memory);
   KIVI_REQUIRE(ftruncate(memory, 0) == 0);

@@ -22,6 +22,7 @@ targets=("$@")
 ((${#targets[@]})) || targets=(format state file operators)
 
 work=build/fuzz/fuzz
+cores="$(nproc)"  # before OMP_NUM_THREADS, which it obeys
 # An allocation that is too large is an error of torch's, which the library must pass on; one thread, so that an input always runs alike.
 export ASAN_OPTIONS="allocator_may_return_null=1:max_allocation_size_mb=2048:${ASAN_OPTIONS:-}"
 export UBSAN_OPTIONS="print_stacktrace=1:${UBSAN_OPTIONS:-}"
@@ -70,7 +71,7 @@ for target in "${targets[@]}"; do
     minimise "$target"
     continue
   fi
-  if ((running == $(nproc))); then
+  if ((running == cores)); then
     wait -n || failed=1
     running=$((running - 1))
   fi

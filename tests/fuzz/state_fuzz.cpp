@@ -1,15 +1,16 @@
 // Saved caches that were changed: from_state must refuse them with a c10::Error, or give a cache that works. An input
 // chooses a small cache, what is done to its state, and whether the state is sealed again with the checksum that it
 // then needs; without that no change would ever get past the checksum.
-#include "ops/checksum.h"
 #include "tests/fuzz/tensors.h"
+#include "tests/sealed.h"
 
 namespace kivi::fuzz {
 namespace {
 
 using Loaded = c10::intrusive_ptr<KVCache>;
 
-constexpr size_t kBatchAt = 2, kChecksumAt = 4, kFormatSizeAt = 5, kFormatAt = 6;
+using test::checksum_of;
+constexpr size_t kBatchAt = 2, kChecksumAt = test::kStateChecksumAt, kFormatSizeAt = 5, kFormatAt = 6;
 
 Loaded make_cache(Bytes& in) {
   const CacheOptions options = small_options(in);
@@ -127,24 +128,10 @@ void change(Bytes& in, KVCache::State& state) {
   }
 }
 
-// The checksum as cache_state.cpp defines it: of all integers but itself, and of all tensors.
 bool can_be_sealed(const KVCache::State& state) {
   bool readable = std::get<1>(state).size() > kChecksumAt;
   for (const at::Tensor& t : std::get<2>(state)) readable = readable && is_readable(t);
   return readable;
-}
-
-int64_t seal_of(const KVCache::State& state) {
-  const auto& [header, ints, tensors] = state;
-  Checksum sum;
-  for (size_t i = 0; i < ints.size(); i++) sum.add(i == kChecksumAt ? 0 : static_cast<uint64_t>(ints[i]));
-  for (const at::Tensor& t : tensors) {
-    const at::Tensor whole = t.contiguous();
-    sum.add(static_cast<uint64_t>(whole.scalar_type()));
-    for (const int64_t size : whole.sizes()) sum.add(static_cast<uint64_t>(size));
-    sum.add(whole.const_data_ptr(), whole.nbytes());
-  }
-  return sum.value();
 }
 
 // A cache of 2^30 exact tokens is a right one, and too large to try here.
@@ -162,7 +149,7 @@ Loaded load(const KVCache::State& state) { return KVCache::from_state(state); }
 
 void check_round_trip(const KVCache& cache) {
   const KVCache::State state = cache.state();
-  KIVI_REQUIRE(can_be_sealed(state) && seal_of(state) == std::get<1>(state)[kChecksumAt]);
+  KIVI_REQUIRE(can_be_sealed(state) && checksum_of(state) == std::get<1>(state)[kChecksumAt]);
   const Loaded again = load(state);
   KIVI_REQUIRE(same_state(again->state(), state));
   const auto [k, v] = cache.dequantize();
@@ -202,7 +189,7 @@ void run(Bytes in) {
     } catch (const c10::Error&) {  // torch does not convert every tensor into every other
     }
   }
-  if (!in.one_in(8) && can_be_sealed(state)) std::get<1>(state)[kChecksumAt] = seal_of(state);
+  if (!in.one_in(8) && can_be_sealed(state)) std::get<1>(state)[kChecksumAt] = checksum_of(state);
   if (!is_small(state)) return;
   Loaded cache;
   try {
@@ -211,7 +198,7 @@ void run(Bytes in) {
     KIVI_REQUIRE(changes > 0);
     return;
   }
-  KIVI_REQUIRE(can_be_sealed(state) && seal_of(state) == std::get<1>(state)[kChecksumAt]);
+  KIVI_REQUIRE(can_be_sealed(state) && checksum_of(state) == std::get<1>(state)[kChecksumAt]);
   if (changes == 0) KIVI_REQUIRE(same_state(cache->state(), good));
   // An empty cache has no batch size yet.
   if (cache->batch_size() == 0) {

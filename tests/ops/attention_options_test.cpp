@@ -228,6 +228,24 @@ TEST(Attention, PaddingDecidesNothing) {
   }
 }
 
+// The first tokens go through torch's own attention where that says the same. Each option alone makes it say another
+// thing.
+TEST(Attention, TheFirstTokensWithEachOptionAlone) {
+  const at::Tensor q = randn({2, 4, 30, 16}, 251), k = randn({2, 2, 30, 16}, 252), v = randn({2, 2, 30, 16}, 253);
+  std::vector<AttentionOptions> all(7);
+  all[1].is_causal = false;
+  all[2].window = 5;
+  all[3].softcap = 0.5;
+  all[4].sinks = randn({4}, 254);
+  all[5].alibi_slopes = randn({4}, 255).abs();
+  all[6].attn_mask = randn({30, 30}, 256) > -1;
+  for (size_t i = 0; i < all.size(); i++) {
+    KVCache cache(exact_options(2, 16, 16, 100, 0));
+    const at::Tensor first = cache.forward(q, k, v, all[i]);
+    expect_near(first, reference(q, cache, all[i]).out, limits::kExact, "option " + std::to_string(i));
+  }
+}
+
 TEST(Attention, MasksOfRaggedRowsCountKeysFromTheFirst) {
   KVCache cache(exact_options(2, 16, 16, 4, 0));
   cache.append(randn({3, 2, 70, 16}, 241), randn({3, 2, 70, 16}, 242), longs({70, 9, 33}));

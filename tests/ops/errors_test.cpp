@@ -275,6 +275,8 @@ TEST(Errors, MoreTokensThanThereCanBe) {
   const auto [k, v] = cache_dequantize(make_tensors(format, 0, 0), format, int64_t{1} << 62);
   EXPECT_EQ(k.size(2), int64_t{1} << 62);
   EXPECT_EQ(v.numel(), 0);
+  // Pages of no bytes cost none, however many there are.
+  cache_copy_pages(at::empty({int64_t{1} << 61, 0}, at::kByte), longs({int64_t{1} << 60}), longs({3}));
   // No query looks at them.
   const at::Tensor one = at::zeros({1, 1, 1, 1}).expand({1, 1, kMost, 1});
   EXPECT_EQ(std::get<0>(cache_attention(at::zeros({1, 1, 0, 1}), t, format, one, one)).numel(), 0);
@@ -450,6 +452,11 @@ TEST(Errors, ArgumentsOfTheCacheOperators) {
          cache_attention(q, t, format, k, v, longs({4, 1}));
        },
        {"new_lengths[0]", "4", "3"}},
+      {"new_lengths value",
+       [&] {
+         cache_attention(q, t, format, k, v, longs({0, -1}));
+       },
+       {"new_lengths[1]", "-1", "3"}},
       {"rows of q",
        [&] {
          cache_attention(q.narrow(2, 0, 2), t, format, k, v, longs({1, 1}));

@@ -15,16 +15,14 @@
 #include <sstream>
 #include <thread>
 
-#include "ops/checksum.h"
 #include "tests/ops/model.h"
+#include "tests/sealed.h"
 
 namespace kivi::test {
 namespace {
 
 namespace fs = std::filesystem;
 using Caches = std::vector<c10::intrusive_ptr<KVCache>>;
-
-constexpr size_t kHeaderBytes = 40, kChecksumAt = 24;
 
 // A folder of its own for each test.
 class File : public ::testing::Test {
@@ -56,19 +54,6 @@ std::string read_file(const std::string& path) {
 
 void write_file(const std::string& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes;
-}
-
-// Gives changed bytes the size and the checksum that belong to them, as whoever wants to do harm would.
-std::string sealed(std::string bytes) {
-  const uint64_t size = bytes.size();
-  std::memcpy(bytes.data() + 16, &size, sizeof size);
-  std::memset(bytes.data() + kChecksumAt, 0, sizeof size);
-  Checksum sum;
-  sum.add(bytes.data() + kHeaderBytes, bytes.size() - kHeaderBytes);
-  sum.add(bytes.data(), kHeaderBytes);
-  const int64_t value = sum.value();
-  std::memcpy(bytes.data() + kChecksumAt, &value, sizeof value);
-  return bytes;
 }
 
 c10::intrusive_ptr<KVCache> filled_cache(const CacheOptions& o, const std::vector<int64_t>& lengths, uint64_t seed,
@@ -183,11 +168,11 @@ TEST_F(File, EveryLengthButItsOwnIsRefused) {
     fs::resize_file(path(), size);
     if (size == good.size()) continue;
     SCOPED_TRACE(size);
-    expect_refused(path(), {size < kHeaderBytes ? "no file of caches" : "damaged"});
+    expect_refused(path(), {size < kFileHeaderBytes ? "no file of caches" : "damaged"});
     if (HasFatalFailure() || HasNonfatalFailure()) break;
   }
   // With a size and a checksum that fit, too.
-  for (size_t size = kHeaderBytes; size < good.size(); size += 8) {
+  for (size_t size = kFileHeaderBytes; size < good.size(); size += 8) {
     write_file(path(), sealed(good.substr(0, size)));
     SCOPED_TRACE(size);
     expect_error([&] { load_caches(path()); }, {});
@@ -213,9 +198,9 @@ TEST_F(File, EveryFlippedBitIsRefused) {
     expect_refused(path());
     flip(bit, false);
   };
-  for (size_t bit = 0; bit < kHeaderBytes * 8; bit++) check(bit);
+  for (size_t bit = 0; bit < kFileHeaderBytes * 8; bit++) check(bit);
   std::mt19937_64 rng(41);
-  for (int i = 0; i < 10000; i++) check(kHeaderBytes * 8 + rng() % (good.size() * 8 - kHeaderBytes * 8));
+  for (int i = 0; i < 10000; i++) check(kFileHeaderBytes * 8 + rng() % (good.size() * 8 - kFileHeaderBytes * 8));
   close(file);
   expect_equal(load_caches(path()), small_caches());
 }
@@ -226,7 +211,7 @@ TEST_F(File, OtherFilesAreRefusedByName) {
   const auto with_word = [&](size_t at, uint64_t word) {
     std::string bad = good;
     std::memcpy(bad.data() + at, &word, sizeof word);
-    write_file(path(), at == kChecksumAt ? bad : sealed(bad));
+    write_file(path(), at == kFileChecksumAt ? bad : sealed(bad));
   };
   for (const uint64_t version : {0, 2, 99}) {
     with_word(8, version);
@@ -240,10 +225,10 @@ TEST_F(File, OtherFilesAreRefusedByName) {
   }
   // The numbers of integers and tensors, types, ranks and sizes: everything up to the first data.
   uint64_t ints = 0;
-  std::memcpy(&ints, good.data() + kHeaderBytes, sizeof ints);
-  const size_t first_tensor = kHeaderBytes + 8 + ints * 8;
+  std::memcpy(&ints, good.data() + kFileHeaderBytes, sizeof ints);
+  const size_t first_tensor = kFileHeaderBytes + 8 + ints * 8;
   for (const size_t at :
-       {kHeaderBytes, first_tensor, first_tensor + 8, first_tensor + 16, first_tensor + 24, first_tensor + 32}) {
+       {kFileHeaderBytes, first_tensor, first_tensor + 8, first_tensor + 16, first_tensor + 24, first_tensor + 32}) {
     uint64_t word = 0;
     std::memcpy(&word, good.data() + at, sizeof word);
     for (const uint64_t other :
@@ -254,6 +239,14 @@ TEST_F(File, OtherFilesAreRefusedByName) {
       expect_error([&] { load_caches(path()); }, {});
     }
   }
+  // Sizes of which each could be and all together cannot: no memory is asked for.
+  std::string large = good.substr(0, kFileHeaderBytes) + std::string(5000, '\0');
+  const uint64_t one = 1, words[] = {0, 1, 0, 4, 4096, 4096, 4096, 4096};  // integers, tensors, type, rank, sizes
+  std::memcpy(large.data() + 32, &one, sizeof one);
+  std::memcpy(large.data() + kFileHeaderBytes, words, sizeof words);
+  write_file(path(), sealed(large));
+  expect_refused(path(), {"damaged", "elements"});
+
   write_file(path(), "");
   expect_refused(path(), {"0 bytes"});
   write_file(path(), std::string(5000, 'x'));

@@ -1,4 +1,5 @@
 // Recipes, and the options that they are made of, through kivi::KVCache: what a plain cache promises holds for each.
+#include <functional>
 #include <map>
 
 #include "tests/ops/attention_reference.h"
@@ -453,8 +454,26 @@ TEST(Recipe, ErrorsNameWhatIsWrong) {
   o.recipe = "tiny";
   expect_error([&] { KVCache cache(o); }, {"recipe", "tiny", "near-lossless"});
   o.recipe = "near-lossless";
-  o.k_bits = 3;
-  expect_error([&] { KVCache cache(o); }, {"near-lossless", "k_bits"});
+  const std::vector<std::pair<const char*, std::function<void(CacheOptions&)>>> set_by_recipes = {
+      {"k_bits", [](CacheOptions& c) { c.k_bits = 3; }},
+      {"v_bits", [](CacheOptions& c) { c.v_bits = 3; }},
+      {"scale_dtype", [](CacheOptions& c) { c.scale_dtype = "float32"; }},
+      {"range_search", [](CacheOptions& c) { c.range_search = true; }},
+      {"k_search", [](CacheOptions& c) { c.k_search = {0.9}; }},
+      {"v_search", [](CacheOptions& c) { c.v_search = {0.9}; }},
+      {"k_bias_correction", [](CacheOptions& c) { c.k_bias_correction = true; }},
+      {"v_gain_correction", [](CacheOptions& c) { c.v_gain_correction = true; }},
+      {"v_group_size", [](CacheOptions& c) { c.v_group_size = 64; }},
+      {"v_symmetric", [](CacheOptions& c) { c.v_symmetric = true; }},
+      {"v_rotated", [](CacheOptions& c) { c.v_rotated = true; }},
+      {"k_classes", [](CacheOptions& c) {
+         c.k_classes = {32, 4, 32, 2};
+       }}};
+  for (const auto& [name, set] : set_by_recipes) {
+    CacheOptions both = o;
+    set(both);
+    expect_error([&] { KVCache cache(both); }, {"near-lossless", name});
+  }
   o = options_of(2, 64, 32, 32, 0);
   o.v_group_size = 48;
   expect_error([&] { KVCache cache(o); }, {"v_group_size", "48", "32"});

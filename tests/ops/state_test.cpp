@@ -1,8 +1,8 @@
 // The saved form of kivi::KVCache: it holds what is held, and no more; what was tampered with is refused.
 #include <functional>
 
-#include "ops/checksum.h"
 #include "tests/ops/model.h"
+#include "tests/sealed.h"
 
 namespace kivi::test {
 namespace {
@@ -102,21 +102,6 @@ TEST(State, KeepsTheGivenKeyOrder) {
   expect_error([&] { KVCache::from_state(bad); }, {"order", "once"});
 }
 
-// What a library writes that has other ideas of a right cache: the checksum is right.
-KVCache::State sealed(KVCache::State state) {
-  auto& [header, ints, tensors] = state;
-  Checksum sum;
-  for (size_t i = 0; i < ints.size(); i++) sum.add(i == 4 ? 0 : static_cast<uint64_t>(ints[i]));
-  for (const at::Tensor& t : tensors) {
-    const at::Tensor whole = t.contiguous();
-    sum.add(static_cast<uint64_t>(whole.scalar_type()));
-    for (const int64_t size : whole.sizes()) sum.add(static_cast<uint64_t>(size));
-    sum.add(whole.const_data_ptr(), whole.nbytes());
-  }
-  ints[4] = sum.value();
-  return state;
-}
-
 // A cache made of these would throw at its first use.
 TEST(State, OrdersOfKeysThatAreNone) {
   CacheOptions o = options_of(2, 20, 16, 0, 0);
@@ -146,6 +131,38 @@ TEST(State, OrdersOfKeysThatAreNone) {
   for (const float bad : {-1.0f, kNan}) {
     const auto squares = with(5, [&](const at::Tensor& t) { t[1][1][5] = bad; });
     expect_error([&] { KVCache::from_state(squares); }, {"query_squares"});
+  }
+}
+
+// This library shares pages between rows that are alike in them. A state may share one between rows of which one has
+// more of it, as long as what is there is there.
+TEST(State, APageOfRowsThatFillItDifferently) {
+  const CacheOptions o = options_of(2, 12, 16, 0, 0);
+  const at::Tensor k = randn({1, 2, 60, 12}, 93), v = randn({1, 2, 60, 12}, 94);
+  KVCache longer(o), shorter(o);
+  append_range(longer, k, v, 0, 37);
+  append_range(shorter, k, v, 0, 20);
+  for (const bool longer_first : {true, false}) {
+    const KVCache::State a = (longer_first ? longer : shorter).state(), b = (longer_first ? shorter : longer).state();
+    KVCache::State both = a;
+    auto& [header, ints, tensors] = both;
+    const auto lengths = static_cast<int64_t>(ints.size()) - 2;
+    ints[2] = 2;
+    ints.insert(ints.begin() + lengths + 1, std::get<1>(b)[static_cast<size_t>(lengths)]);
+    ints.push_back(std::get<1>(b).back());
+    tensors[0] = std::get<2>(longer.state())[0];
+    tensors[1] = at::zeros({2, 1}, at::kInt);
+    for (const size_t i : {size_t{2}, size_t{3}}) tensors[i] = at::cat({std::get<2>(a)[i], std::get<2>(b)[i]}, 1);
+    const auto loaded = KVCache::from_state(sealed(both));
+    append_range(*loaded, k.expand({2, 2, 60, 12}), v.expand({2, 2, 60, 12}), 40, 60);
+    for (const int64_t row : {0, 1}) {
+      const auto alone = ((row == 0) == longer_first ? longer : shorter).clone();
+      append_range(*alone, k, v, 40, 60);
+      const auto [kr, vr] = loaded->dequantize();
+      const auto [ka, va] = alone->dequantize();
+      EXPECT_TRUE(same_bits(kr[row].narrow(1, 0, ka.size(2)), ka[0])) << row;
+      EXPECT_TRUE(same_bits(vr[row].narrow(1, 0, va.size(2)), va[0])) << row;
+    }
   }
 }
 
