@@ -87,8 +87,8 @@ void note_queries(CacheStorage& s, const at::Tensor& q, const std::vector<int64_
     const at::Tensor rows = q.detach().select(0, b).narrow(1, 0, counts[b]);  // [Hq, n, D]
     std::vector<at::Tensor> heads;
     for (int64_t h = 0; h < rows.size(0); h++) {
-      // One by one, since torch makes a float32 copy of what it adds; contiguous, since it adds in an order that depends
-      // on strides, and a sum must not.
+      // One by one, since torch makes a float32 copy of what it adds; contiguous, since it adds in an order that
+      // depends on strides, and a sum must not.
       heads.push_back(at::linalg_vector_norm(rows[h].contiguous(), 2, at::IntArrayRef{0}, false, at::kFloat));
     }
     const at::Tensor squares = at::nan_to_num(at::stack(heads).square(), 0.0, 0.0, 0.0);

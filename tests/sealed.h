@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "kivi/cache.h"
 #include "ops/checksum.h"
@@ -37,17 +38,18 @@ inline KVCache::State sealed(KVCache::State state) {
 }
 
 // A file: its size, and the checksum of what follows the header, then of the header.
-inline std::string sealed(std::string file) {
+inline std::string sealed(const std::string& file) {
   if (file.size() < kFileHeaderBytes) return file;
-  const uint64_t size = file.size();
-  std::memcpy(file.data() + kFileSizeAt, &size, sizeof size);
-  std::memset(file.data() + kFileChecksumAt, 0, sizeof size);
+  std::vector<char> bytes(file.begin(), file.end());
+  const uint64_t size = bytes.size();
+  std::memcpy(bytes.data() + kFileSizeAt, &size, sizeof size);
+  std::memset(bytes.data() + kFileChecksumAt, 0, sizeof size);
   Checksum sum;
-  sum.add(file.data() + kFileHeaderBytes, file.size() - kFileHeaderBytes);
-  sum.add(file.data(), kFileHeaderBytes);
+  sum.add(bytes.data() + kFileHeaderBytes, bytes.size() - kFileHeaderBytes);
+  sum.add(bytes.data(), kFileHeaderBytes);
   const int64_t value = sum.value();
-  std::memcpy(file.data() + kFileChecksumAt, &value, sizeof value);
-  return file;
+  std::memcpy(bytes.data() + kFileChecksumAt, &value, sizeof value);
+  return {bytes.begin(), bytes.end()};
 }
 
 }  // namespace kivi::test

@@ -11,7 +11,7 @@ namespace kivi::fuzz {
 namespace {
 
 void run(std::string file, bool sealed) {
-  if (sealed) file = test::sealed(std::move(file));
+  if (sealed) file = test::sealed(file);
   static const int memory = memfd_create("caches", MFD_CLOEXEC);
   static const std::string path = "/proc/self/fd/" + std::to_string(memory);
   KIVI_REQUIRE(ftruncate(memory, 0) == 0);
