@@ -1,10 +1,32 @@
-// Writing files that are there whole or not at all.
+// Files of the system: descriptors that close themselves, and writing files that are there whole or not at all.
 #pragma once
 
 #include <cstddef>
 #include <string>
+#include <utility>
 
 namespace kivi {
+
+// An open file, or none.
+class FileDescriptor {
+ public:
+  explicit FileDescriptor(int number = -1) : number_(number) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
+    std::swap(number_, other.number_);
+    return *this;
+  }
+  ~FileDescriptor();
+
+  bool is_open() const { return number_ >= 0; }
+  int number() const { return number_; }
+
+ private:
+  int number_;
+};
+
+// What the system says about an error, errno.
+std::string system_reason(int error);
 
 // A file that takes its place only when it is complete: it is written to <path>.partial, forced to the disk, and
 // renamed. Whenever the process is killed, `path` is what it was before or the whole new file. What a killed process
@@ -25,10 +47,10 @@ class AtomicFile {
   void commit();
 
  private:
-  [[noreturn]] void fail(const char* what, int error) const;
+  [[noreturn]] void fail(const std::string& reason) const;
 
   std::string path_, partial_;
-  int file_ = -1;
+  FileDescriptor file_;  // of the partial file, and its lock; none once it was committed
 };
 
 }  // namespace kivi

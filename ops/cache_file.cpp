@@ -10,7 +10,6 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <system_error>
 #include <utility>
 
 #include "kivi/cache.h"
@@ -90,18 +89,14 @@ class Writer {
 
 class Reader {
  public:
-  explicit Reader(std::string path) : path_(std::move(path)) {
-    file_ = open(path_.c_str(), O_RDONLY | O_CLOEXEC);
-    TORCH_CHECK(file_ >= 0, "cannot read \"", path_, "\": ", std::generic_category().message(errno));
+  explicit Reader(std::string path) : path_(std::move(path)), file_(open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
+    TORCH_CHECK(file_.is_open(), "cannot read \"", path_, "\": ", system_reason(errno));
   }
-  Reader(const Reader&) = delete;
-  Reader& operator=(const Reader&) = delete;
-  ~Reader() { close(file_); }
 
   // Checks all of the file, then stands behind the header. Returns the number of caches.
   Word open_checked() {
     struct stat info = {};
-    TORCH_CHECK(fstat(file_, &info) == 0 && S_ISREG(info.st_mode), "cannot read \"", path_,
+    TORCH_CHECK(fstat(file_.number(), &info) == 0 && S_ISREG(info.st_mode), "cannot read \"", path_,
                 "\": it is no regular file");
     left_ = static_cast<Word>(info.st_size);
     const Word size = left_;
@@ -125,7 +120,7 @@ class Reader {
     sum.add(h.data(), sizeof h);
     TORCH_CHECK_VALUE(static_cast<Word>(sum.value()) == saved, "\"", path_, "\" is damaged: the checksum is ",
                       static_cast<Word>(sum.value()), ", but ", saved, " was saved");
-    TORCH_CHECK(lseek(file_, sizeof h, SEEK_SET) == sizeof h, "cannot read \"", path_, "\"");
+    TORCH_CHECK(lseek(file_.number(), sizeof h, SEEK_SET) == sizeof h, "cannot read \"", path_, "\"");
     left_ = size - sizeof h;
     return h[4];
   }
@@ -184,17 +179,17 @@ class Reader {
     auto* at = static_cast<char*>(data);
     left_ -= bytes;
     while (bytes > 0) {
-      const ssize_t got = ::read(file_, at, bytes);
+      const ssize_t got = ::read(file_.number(), at, bytes);
       if (got < 0 && errno == EINTR) continue;
       TORCH_CHECK(got > 0, "cannot read \"", path_,
-                  "\": ", got < 0 ? std::generic_category().message(errno) : "it became shorter while it was read");
+                  "\": ", got < 0 ? system_reason(errno) : "it became shorter while it was read");
       at += got;
       bytes -= static_cast<size_t>(got);
     }
   }
 
   std::string path_;
-  int file_ = -1;
+  FileDescriptor file_;
   Word left_ = 0;
 };
 

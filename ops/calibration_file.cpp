@@ -1,8 +1,5 @@
 // Calibrations as JSON files; see kivi/calibration.h. The JSON library is known here only.
-#include <unistd.h>
-
 #include <algorithm>
-#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -13,6 +10,7 @@
 #include <vector>
 
 #include "kivi/calibration.h"
+#include "ops/atomic_file.h"
 #include "ops/checks.h"
 #include "ops/options.h"
 
@@ -212,17 +210,9 @@ void save_calibration(const std::string& path, const std::vector<LayerCalibratio
   }
   text += "\n]}\n";
 
-  const std::string partial = path + ".partial" + std::to_string(getpid());
-  std::ofstream out(partial, std::ios::binary);
-  out << text;
-  out.close();
-  std::error_code error;
-  if (out) std::filesystem::rename(partial, path, error);
-  if (!out || error) {
-    std::error_code ignored;
-    std::filesystem::remove(partial, ignored);
-    TORCH_CHECK(false, "cannot write \"", path, "\"", error ? ": " + error.message() : "");
-  }
+  AtomicFile file(path);
+  file.write(text.data(), text.size());
+  file.commit();
 }
 
 std::vector<CacheOptions> load_calibration(const std::string& path) {

@@ -24,6 +24,8 @@ import subprocess
 import sys
 import time
 
+from source_copy import copy_sources
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TREES = ["CMakeLists.txt", "CMakePresets.json", "cmake", "csrc", "include", "ops", "tests"]
 TIMEOUT = 600  # seconds for one run of tests; a mistake may well be an endless loop
@@ -31,6 +33,13 @@ TIMEOUT = 600  # seconds for one run of tests; a mistake may well be an endless 
 
 WITHOUT_AVX512 = [(b"HWY_DISABLED_TARGETS (", b"HWY_DISABLED_TARGETS (HWY_AVX3 | "), (b"return N_AVX3::attention_vnni", b"return nullptr"),
                   (b"return N_AVX3::attention", b"return nullptr"), (b"N_AVX3::function", b"N_AVX2::function")]
+
+
+def without_avx512(name, content):
+    if name.startswith("csrc/cpu/vector_") and name.endswith(".cpp"):
+        for old, new in WITHOUT_AVX512:
+            content = content.replace(old, new)
+    return content
 
 
 @dataclasses.dataclass
@@ -59,7 +68,7 @@ def mutants():
         m("include/kivi/format.h", "return round_up(f.residual_length, f.group_size) + f.group_size;",
           "return round_up(f.residual_length, f.group_size);", unit),
         m("csrc/format/group.h", "  if (!is_finite(span)) return r;\n", "", unit),
-        m("csrc/format/group.h", "std::min(std::max(rounded, 0.0f), top)", "std::max(rounded, 0.0f)", unit),
+        m("csrc/format/group.h", "std::min(std::max(0.0f, rounded), top)", "std::max(0.0f, rounded)", unit),
         m("csrc/format/half.h", "(r + 0xFFFu + (r >> 13 & 1u)) >> 13", "(r + 0x1000u) >> 13", unit),
         m("csrc/format/half.h", "(rest == middle && (kept & 1u) != 0)", "rest == middle", unit),
         m("csrc/format/half.h", "if ((u & ~kFloatSign) > kFloatInf) return static_cast<uint16_t>(u >> 16 | 0x40u);\n", "", unit),
@@ -191,10 +200,9 @@ def mutants():
         m("ops/cache_file.cpp", "    TORCH_CHECK_VALUE(left_ == 0,", "    TORCH_CHECK_VALUE(true,", "file"),
         m("ops/cache_file.cpp", "TORCH_CHECK_VALUE(n <= left_ / sizeof(Word) / words,", "TORCH_CHECK_VALUE(true,", "file"),
         m("ops/atomic_file.cpp", "partial_(path_ + \".partial\")", "partial_(path_)", "file"),
-        m("ops/atomic_file.cpp", "if (flock(file_, LOCK_EX | LOCK_NB) != 0) {", "if (false) {", "file"),
-        m("ops/atomic_file.cpp", "  unlink(partial_.c_str());\n  close(file_);\n}\n\nvoid AtomicFile::fail", "  close(file_);\n}\n\nvoid AtomicFile::fail",
-          "file"),
-        m("ops/atomic_file.cpp", " || (replaces && fchmod(file_, there.st_mode & 07777) != 0)", "", "file"),
+        m("ops/atomic_file.cpp", "if (flock(file.number(), LOCK_EX | LOCK_NB) != 0) {", "if (false) {", "file"),
+        m("ops/atomic_file.cpp", "  if (file_.is_open()) unlink(partial_.c_str());\n", "", "file"),
+        m("ops/atomic_file.cpp", "if (replaces && fchmod(file_.number(), there.st_mode & 07777) != 0)", "if (false)", "file"),
     ]
 
 
@@ -208,29 +216,7 @@ class Scratch:
     def __init__(self):
         self.folder = ROOT / "build/mutants"
         self.source = self.folder / "source"
-        self.hash = self.copy()
-
-    def copy(self):
-        """Files that are the same stay untouched, so that nothing is built anew for them."""
-        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *TREES]
-        names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-        names = sorted(name for name in names if (ROOT / name).is_file())
-        digest = hashlib.sha256()
-        for name in names:
-            content = (ROOT / name).read_bytes()
-            if name.startswith("csrc/cpu/vector_") and name.endswith(".cpp"):
-                for old, new in WITHOUT_AVX512:
-                    content = content.replace(old, new)
-            if not name.endswith((".md", ".py")):
-                digest.update(name.encode() + b"\0" + content + b"\0")
-            target = self.source / name
-            if not target.exists() or target.read_bytes() != content:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content)
-        for path in self.source.rglob("*"):
-            if path.is_file() and str(path.relative_to(self.source)) not in names:
-                path.unlink()
-        return digest.hexdigest()
+        self.hash = copy_sources(ROOT, TREES, self.source, without_avx512)
 
     def configure(self, kinds):
         for kind in kinds:

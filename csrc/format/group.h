@@ -60,7 +60,7 @@ struct Quantizer {
   KIVI_HOST_DEVICE uint32_t code(float x) const {
     if (!(scale > 0.0f)) return 0;
     const float rounded = std::nearbyint((x - zero) / scale);
-    return static_cast<uint32_t>(std::min(std::max(rounded, 0.0f), top));
+    return static_cast<uint32_t>(std::min(std::max(0.0f, rounded), top));  // in this order NaN, of a scale of Inf, is 0
   }
 
   KIVI_HOST_DEVICE float value(uint32_t code) const {

@@ -286,8 +286,10 @@ KIVI_HOST_DEVICE inline void store_group(const RecordLayout& layout, int64_t bit
   if (layout.scale_bytes == 1) {
     scales[i] = lost ? 255 : float_to_float8(c.scale);
     if (zeros == nullptr) return;
-    const float steps = lost || !(c.scale > 0.0f) ? 0.0f : c.zero / c.scale * zero_steps(bits);
-    reinterpret_cast<int8_t*>(zeros)[i] = static_cast<int8_t>(steps);
+    // Out of range, or NaN, only where the scale does not fit: then the record is thrown away.
+    const float steps = c.scale > 0.0f ? c.zero / c.scale * zero_steps(bits) : 0.0f;
+    const bool fits = !lost && std::fabs(steps) <= 127.0f;
+    reinterpret_cast<int8_t*>(zeros)[i] = fits ? static_cast<int8_t>(steps) : int8_t{0};
   } else {
     const float scale = lost && zeros == nullptr ? bits_float(kLostScale) : c.scale;
     if (layout.scale_bytes == 2) {

@@ -122,13 +122,4 @@ inline Format recipe_format(int recipe, int64_t dim) {
   return f;
 }
 
-inline Settings settings(const Format& f, std::vector<int64_t> lengths, int64_t heads, int64_t q_len = 1) {
-  Settings s;
-  s.format = f;
-  s.lengths = std::move(lengths);
-  s.heads = heads;
-  s.q_len = q_len;
-  return s;
-}
-
 }  // namespace kivi::cuda

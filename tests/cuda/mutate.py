@@ -24,6 +24,8 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from source_copy import copy_sources
 TREES = ["CMakeLists.txt", "CMakePresets.json", "cmake", "csrc", "include", "tests"]  # what the tests are built from
 
 # What need not be noticed: (file, text of the line, why). The text is the whole line, without space around it; it holds
@@ -122,26 +124,7 @@ class Scratch:
         self.folder = ROOT / "build/mutate"
         self.source = self.folder / "source"
         self.kinds = ["release"] + (["tsan"] if tsan else [])
-        self.hash = self.copy_sources()
-
-    def copy_sources(self):
-        """Files that are the same stay untouched, so that nothing is built anew for them."""
-        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *TREES]
-        listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-        names = {name for name in listed if (ROOT / name).is_file()}
-        digest = hashlib.sha256()
-        for name in sorted(names):
-            content = (ROOT / name).read_bytes()
-            if not name.endswith((".md", ".py")):
-                digest.update(name.encode() + b"\0" + content + b"\0")
-            target = self.source / name
-            if not target.exists() or target.read_bytes() != content:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content)
-        for path in list(self.source.rglob("*")):
-            if path.is_file() and str(path.relative_to(self.source)) not in names:
-                path.unlink()
-        return digest.hexdigest()
+        self.hash = copy_sources(ROOT, TREES, self.source)
 
     def configure(self):
         flags = {"release": ["-DCMAKE_BUILD_TYPE=Release"],

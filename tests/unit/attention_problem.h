@@ -70,6 +70,15 @@ struct Settings {
   std::function<void(std::vector<float>&)> edit_q;
 };
 
+inline Settings settings(const Format& f, std::vector<int64_t> lengths, int64_t heads, int64_t q_len = 1) {
+  Settings s;
+  s.format = f;
+  s.lengths = std::move(lengths);
+  s.heads = heads;
+  s.q_len = q_len;
+  return s;
+}
+
 class Problem {
  public:
   AttentionParams params{};

@@ -73,15 +73,6 @@ class AttentionVector : public testing::TestWithParam<Isa> {
   }
 };
 
-Settings settings(const Format& f, std::vector<int64_t> lengths, int64_t heads, int64_t q_len = 1) {
-  Settings s;
-  s.format = f;
-  s.lengths = std::move(lengths);
-  s.heads = heads;
-  s.q_len = q_len;
-  return s;
-}
-
 TEST_P(AttentionVector, AllBitsAndGroupSizes) {
   for (const int64_t k_bits : {1, 2, 3, 4, 8}) {
     for (const int64_t v_bits : {1, 2, 3, 4, 8}) {

@@ -73,14 +73,16 @@ inline float zero_for(const Rules& r, float scale, float zero, bool* fits) {
 inline int code_for(float x, float scale, float zero, int top) {
   if (!(scale > 0)) return 0;
   const float position = std::rint((x - zero) / scale);
-  return position < 0 ? 0 : position > static_cast<float>(top) ? top : static_cast<int>(position);
+  if (!(position >= 0)) return 0;  // NaN where the scale is Inf
+  return position > static_cast<float>(top) ? top : static_cast<int>(position);
 }
 
 // With any option beyond KIVI.
 inline int code_by_factor(float x, float scale, float zero, int top) {
   if (!(scale >= std::numeric_limits<float>::min())) return 0;
   const float position = std::rint((x - zero) * (1 / scale));
-  return position < 0 ? 0 : position > static_cast<float>(top) ? top : static_cast<int>(position);
+  if (!(position >= 0)) return 0;  // NaN where the scale is Inf
+  return position > static_cast<float>(top) ? top : static_cast<int>(position);
 }
 
 inline float value_of(float scale, float zero, int code) {
@@ -249,7 +251,8 @@ inline void put_group(std::vector<uint8_t>* record, const RecordLayout& layout, 
     scales[i] = byte;
     if (zeros == nullptr) return;
     const float steps = lost || g.scale == 0 ? 0 : g.zero / g.scale * steps_of_zero(bits);
-    zeros[i] = static_cast<uint8_t>(static_cast<int>(steps));
+    zeros[i] =
+        std::isfinite(steps) ? static_cast<uint8_t>(static_cast<int>(steps)) : uint8_t{0};  // the scale does not fit
     return;
   }
   const float scale = lost && zeros == nullptr ? -std::numeric_limits<float>::quiet_NaN() : g.scale;
