@@ -27,6 +27,7 @@ using cpu::make_format;
 using cpu::max_difference;
 using test::Problem;
 using test::Settings;
+using test::settings;
 
 inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
