@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "cpu/vector_record-inl.h"
@@ -111,17 +112,21 @@ struct NextRecord {
   int64_t distance, bytes, per_token;
 };
 
-// A row from spans: span(s, at, stream) stores the 32 values of span s.
+// A row from spans: span(s, at, stream, last_at(x)) stores the 32 values of span s. last_at(x) is x in the last span
+// where that is a part of one, so that what reads a record can stop at its end; in whole spans it is a constant beyond
+// all, and costs nothing.
 template <Element kType, class Span>
 HWY_INLINE void store_row(const DecodeSide& p, int64_t i, const Span& span) {
   constexpr int64_t kSpanBytes = kSpan * element_bytes(kType);
   const auto whole = static_cast<int64_t>(static_cast<uint64_t>(p.head_dim) / kSpan);
   uint8_t* row = p.row(i);
-  for (int64_t s = 0; s < whole; s++) span(s, row + s * kSpanBytes, p.stream);
+  for (int64_t s = 0; s < whole; s++) {
+    span(s, row + s * kSpanBytes, p.stream, [](int64_t) { return std::numeric_limits<int64_t>::max(); });
+  }
   const int64_t rest = p.head_dim & (kSpan - 1);
   if (rest == 0) return;
   alignas(64) uint8_t last[kSpanBytes];
-  span(whole, last, false);
+  span(whole, last, false, [](int64_t end) { return end; });
   std::memcpy(row + whole * kSpanBytes, last, static_cast<size_t>(rest * element_bytes(kType)));
 }
 
@@ -388,13 +393,13 @@ void compute_key_rows(DecodeSide p, const DecodeScales& scales) {
   for (int64_t i = 0; i < p.count; i++) {
     next.fetch(p.first + i);
     const KeyWords words(p, p.first + i);
-    const auto span = [&](int64_t s, uint8_t* at, bool stream) {
+    const auto span = [&](int64_t s, uint8_t* at, bool stream, auto last_at) {
       VF x[kSpanVectors];
       KIVI_UNROLL
       for (int n = 0; n < kSpanVectors; n++) {
-        VU codes = key_codes < kBits == 3 ? 2 : kBits > (words.plane[0], words.last[0], s, n * kLanes);
+        VU codes = key_codes < kBits == 3 ? 2 : kBits > (words.plane[0], last_at(words.last[0]), s, n * kLanes);
         if constexpr (kBits == 3) {
-          codes = hn::Or(codes, hn::ShiftLeft<2>(key_codes<1>(words.plane[1], words.last[1], s, n * kLanes)));
+          codes = hn::Or(codes, hn::ShiftLeft<2>(key_codes<1>(words.plane[1], last_at(words.last[1]), s, n * kLanes)));
         }
         const int64_t channel = s * kSpan + n * kLanes;
         x[n] = values_of(codes, hn::Load(DF(), scales.scale + channel), hn::Load(DF(), scales.zero + channel));
@@ -414,13 +419,14 @@ void choose_key_rows(DecodeSide p, const DecodeScales& scales) {
   for (int64_t i = 0; i < p.count; i++) {
     next.fetch(p.first + i);
     const KeyWords words(p, p.first + i);
-    const auto span = [&](int64_t s, uint8_t* at, bool stream) {
+    const auto span = [&](int64_t s, uint8_t* at, bool stream, auto last_at) {
       VH halves[kLineVectors];
       KIVI_UNROLL
       for (int n = 0; n < kLineVectors; n++) {
         const int first = n * kHalfLanes;
-        const VU low = spread_words<kPlaneBits, kHalfLanes>(words.plane[0], words.last[0], s, first);
-        const VU high = kBits == 3 ? spread_words<1, kHalfLanes>(words.plane[1], words.last[1], s, first) : low;
+        const VU low = spread_words<kPlaneBits, kHalfLanes>(words.plane[0], last_at(words.last[0]), s, first);
+        const VU high =
+            kBits == 3 ? spread_words<1, kHalfLanes>(words.plane[1], last_at(words.last[1]), s, first) : low;
         halves[n] = choices.choose(s * kSpan + first, hn::BitCast(DH(), low),
                                    hn::Load(DH(), kKeyPlaces<kPlaneBits>.mask + first), hn::BitCast(DH(), high),
                                    hn::Load(DH(), kKeyPlaces<1>.mask + first));
@@ -512,14 +518,14 @@ void decode_value_rows(DecodeSide p, const DecodeScales& scales) {
     const int64_t t = p.first + i;
     next.fetch(t);
     const ValueCodes<kBits> codes(p, t);
-    const auto span = [&](int64_t s, uint8_t* at, bool stream) {
+    const auto span = [&](int64_t s, uint8_t* at, bool stream, auto last_at) {
       VU x[kSpanVectors];
       KIVI_UNROLL
       for (int from = 0; from < kSpanVectors; from += kGroupVectors) {
         const Numbers numbers = numbers_of(scale_at[(s * kSpan + from * kLanes) / kLine] + t);
         KIVI_UNROLL
         for (int n = from; n < from + kGroupVectors; n++) {
-          x[n] = numbers.of(codes.at(std::min<int64_t>(s * kSpan + n * kLanes, last_codes)));
+          x[n] = numbers.of(codes.at(std::min<int64_t>(s * kSpan + n * kLanes, last_at(last_codes))));
         }
       }
       Numbers::put(x, at, stream);
