@@ -168,6 +168,10 @@ std::tuple<at::Tensor, at::Tensor> attend_storage(const Storage& s, const at::Te
                                                   const std::optional<at::Tensor>& k = std::nullopt,
                                                   const std::optional<at::Tensor>& v = std::nullopt,
                                                   const std::optional<at::Tensor>& lengths = std::nullopt) {
+  check_strided("q", q);
+  if (o.attn_mask) check_strided("attn_mask", *o.attn_mask);
+  if (o.sinks) check_strided("sinks", *o.sinks);
+  if (o.alibi_slopes) check_strided("alibi_slopes", *o.alibi_slopes);
   if (o.attn_mask && !lengths && s.host_table.defined() && q.dim() == 4 && !captures(s, q)) {
     expand_mask(*o.attn_mask, s.batch, q.size(1), q.size(2), s.longest() + (k ? k->size(2) : 0));
   }

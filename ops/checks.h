@@ -32,8 +32,15 @@ inline void check_same_device(const char* name, const at::Tensor& t, const char*
   TORCH_CHECK(t.device() == device, name, " is on ", t.device(), ", but ", other, " is on ", device);
 }
 
-// `shape` is printed, for example "[B, Hq, Lq, D]".
+// The operators have kernels for nothing else, but the class does much before the dispatcher would say so.
+inline void check_strided(const char* name, const at::Tensor& t) {
+  TORCH_CHECK_TYPE(t.layout() == at::kStrided, name, " must be a dense tensor (layout Strided), got layout ",
+                   t.layout());
+}
+
+// Every tensor passes here. `shape` is printed, for example "[B, Hq, Lq, D]".
 inline void check_rank(const char* name, const at::Tensor& t, int64_t rank, const char* shape) {
+  check_strided(name, t);
   TORCH_CHECK_VALUE(t.dim() == rank, name, " must be ", shape, " (", rank, " dimensions), got ", t.dim(),
                     " dimensions of sizes ", t.sym_sizes());
 }

@@ -108,7 +108,8 @@ CacheOptions with_recipe(const CacheOptions& options) {
   if (recipe->one_per_token) o.v_group_size = o.value_head_dim.value_or(o.head_dim);
   o.v_symmetric = recipe->one_per_token;
   o.v_rotated = recipe->rotated;
-  if (recipe->classes) o.k_classes = classes_of(*recipe, o.head_dim);
+  // A head_dim that no format takes has no classes; who asks for it is told by check_format.
+  if (recipe->classes && o.head_dim >= 1 && o.head_dim <= kMaxHeadDim) o.k_classes = classes_of(*recipe, o.head_dim);
   return o;
 }
 
@@ -121,6 +122,8 @@ void set_classes(const std::vector<int64_t>& classes, Format& f) {
                     classes.size(), " integers");
   int64_t widest = 0;
   for (size_t i = 0; i < classes.size(); i += 2) {
+    TORCH_CHECK_VALUE(is_valid_bits(classes[i + 1]), "k_classes must give each class 1, 2, 3, 4 or 8 bits, got ",
+                      classes[i + 1]);
     f.key_classes[f.num_key_classes++] = {classes[i], classes[i + 1]};
     widest = std::max(widest, classes[i + 1]);
   }

@@ -318,25 +318,25 @@ constexpr const char* format_error(const Format& f, int64_t* value) {
     return bad(f.v_group_size, "v_group_size must be a multiple of group_size up to 1024, or 0");
   }
   if (f.num_key_classes < 0 || f.num_key_classes == 1 || f.num_key_classes > kMaxKeyClasses) {
-    return bad(f.num_key_classes, "the number of classes of key channels must be 0 or 2 to 4");
+    return bad(f.num_key_classes, "the number of k_classes must be 0 or 2 to 4");
   }
   int64_t in_classes = 0, widest = 0;
   for (int64_t c = 0; c < f.num_key_classes; c++) {
     const KeyClass& k = f.key_classes[c];
-    if (!is_valid_bits(k.bits)) return bad(k.bits, "a class of key channels must have 1, 2, 3, 4 or 8 bits");
+    if (!is_valid_bits(k.bits)) return bad(k.bits, "a class of k_classes must have 1, 2, 3, 4 or 8 bits");
     const bool last = c + 1 == f.num_key_classes;
     if (k.channels < 1 || (!last && k.channels % (k.bits == 1 || k.bits == 3 ? 32 : 16) != 0)) {
       return bad(k.channels,
-                 "a class of key channels must have a multiple of 16 channels (1 and 3 bits: 32), the last any");
+                 "a class of k_classes must have a multiple of 16 channels (1 and 3 bits: 32), the last any");
     }
     if (k.channels > f.head_dim) {  // before the sum, which it might overflow
-      return bad(k.channels, "a class of key channels must have at most head_dim channels");
+      return bad(k.channels, "a class of k_classes must have at most head_dim channels");
     }
     in_classes += k.channels;
     widest = k.bits > widest ? k.bits : widest;
   }
   if (f.num_key_classes > 0 && in_classes != f.head_dim) {
-    return bad(in_classes, "the classes of key channels must have head_dim channels together");
+    return bad(in_classes, "the classes of k_classes must have head_dim channels together");
   }
   if (f.num_key_classes > 0 && widest != f.k_bits) {
     return bad(f.k_bits, "k_bits must be that of the widest class of key channels");

@@ -1,5 +1,7 @@
 // Bad arguments: each throws a c10::Error that names the argument and the values that disagree, and changes nothing.
 #include <functional>
+#include <limits>
+#include <utility>
 
 #include "tests/ops/small_cache.h"
 
@@ -112,6 +114,42 @@ TEST(Errors, Construction) {
   expect_error([] { KVCache(2, 16, std::nullopt, 5); }, {"k_bits", "5"});
 }
 
+// Options from a file or a network may be any integers; arithmetic with them must not come before they are checked.
+TEST(Errors, OptionsAtTheLimitsOfIntegers) {
+  using Set = void (*)(CacheOptions&, int64_t);
+  const std::pair<const char*, Set> options[] = {
+      {"num_kv_heads", [](CacheOptions& o, int64_t x) { o.num_kv_heads = x; }},
+      {"head_dim", [](CacheOptions& o, int64_t x) { o.head_dim = x; }},
+      {"value_head_dim", [](CacheOptions& o, int64_t x) { o.value_head_dim = x; }},
+      {"k_bits", [](CacheOptions& o, int64_t x) { o.k_bits = x; }},
+      {"v_bits", [](CacheOptions& o, int64_t x) { o.v_bits = x; }},
+      {"group_size", [](CacheOptions& o, int64_t x) { o.group_size = x; }},
+      {"residual_length", [](CacheOptions& o, int64_t x) { o.residual_length = x; }},
+      {"sink_length", [](CacheOptions& o, int64_t x) { o.sink_length = x; }},
+      {"k_classes",
+       [](CacheOptions& o, int64_t x) {
+         o.k_classes = {x, 4, 16, 2};
+       }},
+      {"k_classes",
+       [](CacheOptions& o, int64_t x) {
+         o.k_classes = {16, x, 16, 2};
+       }},
+  };
+  using Limits = std::numeric_limits<int64_t>;
+  for (const char* recipe : {"", "kivi", "compact", "balanced", "quality", "near-lossless"}) {
+    for (const auto& [name, set] : options) {
+      // 2^60 is the first whose product with a size of 8 and more leaves the range.
+      for (int64_t x : {Limits::min(), Limits::min() + 189, -(int64_t{1} << 60), int64_t{1} << 60, Limits::max()}) {
+        SCOPED_TRACE(std::string(name) + " = " + std::to_string(x) + ", recipe \"" + recipe + "\"");
+        CacheOptions o;
+        o.num_kv_heads = 2, o.head_dim = 32, o.recipe = recipe;
+        set(o, x);
+        expect_error([&o = std::as_const(o)] { KVCache{o}; }, {name});
+      }
+    }
+  }
+}
+
 // Every bad call of append, forward and attend; `cache` may be empty or hold tokens.
 std::vector<Case> bad_calls(KVCache& cache, bool started) {
   const auto k_of = [](int64_t b, int64_t h, int64_t t, int64_t d, at::ScalarType type = at::kFloat) {
@@ -145,6 +183,9 @@ std::vector<Case> bad_calls(KVCache& cache, bool started) {
   add("v on meta", k, on_meta(v), {}, {"v", "meta"});
   add("both on meta", on_meta(k), on_meta(v), {}, {"k", "meta"});
   add("lengths on meta", k, v, on_meta(longs({1, 2})), {"lengths", "meta"});
+  add("sparse k", k.to_sparse(), v, {}, {"k", "Strided", "Sparse"});
+  add("sparse v", k, v.to_sparse(), {}, {"v", "Strided", "Sparse"});
+  add("sparse lengths", k, v, longs({1, 2}).to_sparse(), {"lengths", "Strided", "Sparse"});
   add("lengths too many", k, v, longs({1, 2, 3}), {"lengths", "3", "2"});
   add("rank of lengths", k, v, longs({1, 2}).unsqueeze(0), {"lengths", "2 dimensions"});
   add("dtype of lengths", k, v, longs({1, 2}).to(at::kInt), {"lengths", "Long", "Int"});
@@ -175,6 +216,7 @@ std::vector<Case> bad_calls(KVCache& cache, bool started) {
   for (auto type : {at::kDouble, at::kInt, at::kBool}) {
     add_attention("dtype of q", q.to(type), {}, {"q", toString(type)});
   }
+  add_attention("sparse q", q.to_sparse(), {}, {"q", "Strided", "Sparse"});
   add_attention("q on meta", on_meta(q), {}, {"q", "meta"});
   for (double bad : {std::nan(""), static_cast<double>(kInf)}) {
     add_attention("scale", q, option([=](auto& o) { o.scale = bad; }), {"scale", "finite"});
@@ -191,6 +233,13 @@ std::vector<Case> bad_calls(KVCache& cache, bool started) {
   add_attention("slopes", q, option([](auto& o) { o.alibi_slopes = at::ones({}); }), {"alibi_slopes", "0 dimensions"});
   add_attention("slopes", q, option([](auto& o) { o.alibi_slopes = on_meta(at::ones({4})); }),
                 {"alibi_slopes", "meta"});
+  add_attention("sparse sinks", q, option([](auto& o) { o.sinks = at::ones({4}).to_sparse(); }), {"sinks", "Sparse"});
+  add_attention("sparse slopes", q, option([](auto& o) { o.alibi_slopes = at::ones({4}).to_sparse(); }),
+                {"alibi_slopes", "Sparse"});
+  add_attention("sparse mask", q, option([](auto& o) {
+                  o.attn_mask = at::ones({3, 1}).to_sparse();
+                }),
+                {"attn_mask", "Sparse"});
   for (const at::Tensor& mask : {at::ones({3, 7}), at::ones({5, 1}), at::ones({2, 2, 1, 1}), at::ones({3, 1, 1, 1}),
                                  at::ones({1, 1, 1, 1, 1}), at::ones({})}) {
     std::ostringstream sizes;
@@ -212,10 +261,12 @@ std::vector<Case> bad_calls(KVCache& cache, bool started) {
   cases.push_back({"select dtype", [=] { c->select(longs({0}).to(at::kInt)); }, {"rows", "Int", "Long"}});
   cases.push_back({"select rank", [=] { c->select(longs({0}).unsqueeze(0)); }, {"rows", "2 dimensions"}});
   cases.push_back({"select device", [=] { c->select(on_meta(longs({0}))); }, {"rows", "meta"}});
+  cases.push_back({"select sparse", [=] { c->select(longs({0}).to_sparse()); }, {"rows", "Sparse"}});
   cases.push_back({"reorder of too few", [=] { c->reorder(longs({0})); }, {"rows", "1"}});
   cases.push_back({"reorder rank", [=] { c->reorder(longs({0, 1}).unsqueeze(0)); }, {"rows", "[1, 2]"}});
   if (started) {
     cases.push_back({"reorder past the batch", [=] { c->reorder(longs({0, 2})); }, {"rows[1]", "2"}});
+    cases.push_back({"reorder sparse", [=] { c->reorder(longs({0, 1}).to_sparse()); }, {"rows", "Sparse"}});
     cases.push_back({"reorder dtype", [=] { c->reorder(longs({0, 1}).to(at::kFloat)); }, {"rows", "Float", "Long"}});
   }
   return cases;
