@@ -234,7 +234,14 @@ inline double Twin::limit(const at::Tensor& q, const at::Tensor& new_k, const at
   const double scale = o.scale.value_or(1 / std::sqrt(dim));
   const at::Tensor largest_q = q.to(at::kFloat).abs().amax({0, 1, 2}), reach = k.abs().amax({0, 1});
   const double largest_v = std::max(1.0, v.abs().max().item<double>() / 4);
+  const auto constant = [](const Step& step) { return (step.with & kConstant) != 0; };
+  const bool equal = std::any_of(h_->steps.begin(), h_->steps.end(), constant);
+  const double page = static_cast<double>(std::min(k.size(1), kPageTokens));
   double limit = limits::kExactScores;
+  // The errors of equal tokens are equal: a sum of n terms is off by up to n / 2 of its last places. Torch's attention,
+  // which a first prompt takes, adds 512.
+  const auto terms = static_cast<double>(std::min<int64_t>(k.size(1), 512));
+  if (equal) limit += terms * std::ldexp(1.0, -25) * v.abs().max().item<double>() / largest_v;
   if (o.alibi_slopes) limit += 2e-7 * o.alibi_slopes->max().item<double>() * static_cast<double>(k.size(1));
   if (h_->options.precision == "fast") {
     // Scales of 8 bits are raised where the zero is far away. The widest class of channels has the most codes, any
@@ -251,11 +258,7 @@ inline double Twin::limit(const at::Tensor& q, const at::Tensor& new_k, const at
     // gathers in the first channel of its block.
     const int64_t block = rotation_size(f.value_head_dim);
     const double gathered = f.v_rotated ? std::max(1.0, std::sqrt(static_cast<double>(block) * 2) / 2) : 1;
-    // The errors of equal tokens are equal.
-    const auto constant = [](const Step& step) { return (step.with & kConstant) != 0; };
-    double page = static_cast<double>(std::min(k.size(1), kPageTokens));
-    if (std::none_of(h_->steps.begin(), h_->steps.end(), constant)) page = std::sqrt(page);
-    limit += gathered * page * 3 * v.abs().max().item<double>() / largest_v / 4 / 32767;
+    limit += gathered * (equal ? page : std::sqrt(page)) * 3 * v.abs().max().item<double>() / largest_v / 4 / 32767;
   }
   // What the model took from the cache is rounded to its dtype, attention's is not.
   if (model_ && !model_->by_definition()) {
