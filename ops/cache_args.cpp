@@ -210,6 +210,59 @@ void check_page_lists(const at::Tensor& pool, const at::Tensor& source, const at
   check_size("target", target, 0, "size", source.sym_size(0), "source has");
 }
 
+namespace {
+
+// [begin, end) of the bytes of a tensor; empty if there are none.
+std::pair<const char*, const char*> memory_of(const at::Tensor* t) {
+  if (t == nullptr || !t->defined() || t->numel() == 0) return {nullptr, nullptr};
+  int64_t last = 0;
+  for (int64_t d = 0; d < t->dim(); d++) last += (t->size(d) - 1) * t->stride(d);
+  const auto* data = static_cast<const char*>(t->const_data_ptr());
+  return {data, data + (last + 1) * static_cast<int64_t>(t->element_size())};
+}
+
+}  // namespace
+
+void check_no_overlap(at::ArrayRef<NamedTensor> written, at::ArrayRef<NamedTensor> read) {
+  for (size_t i = 0; i < written.size(); i++) {
+    const auto [begin, end] = memory_of(written[i].tensor);
+    if (begin == end) continue;
+    for (size_t j = i + 1; j < written.size() + read.size(); j++) {
+      const NamedTensor& other = j < written.size() ? written[j] : read[j - written.size()];
+      const auto [first, last] = memory_of(other.tensor);
+      TORCH_CHECK_VALUE(first == last || first >= end || last <= begin, other.name, " shares memory with ",
+                        written[i].name, ", which the call writes: sizes ", other.tensor->sizes(), " and ",
+                        written[i].tensor->sizes());
+    }
+  }
+}
+
+void check_append_overlap(const CacheTensors& c, const at::Tensor& k, const at::Tensor& v,
+                          const std::optional<at::Tensor>& new_lengths, const std::optional<at::Tensor>& overflow) {
+  check_no_overlap(
+      {{"pool", c.pool},
+       {"lengths", c.lengths},
+       {"quantized_lengths", c.quantized_lengths},
+       {"sink_k", c.sink_k},
+       {"sink_v", c.sink_v},
+       {"window_k", c.window_k},
+       {"window_v", c.window_v},
+       {"overflow", overflow}},
+      {{"block_table", c.block_table}, {"k", k}, {"v", v}, {"new_lengths", new_lengths}, {"k_order", c.k_order}});
+}
+
+void check_truncate_overlap(const CacheTensors& c) {
+  check_no_overlap({{"lengths", c.lengths},
+                    {"quantized_lengths", c.quantized_lengths},
+                    {"window_k", c.window_k},
+                    {"window_v", c.window_v}},
+                   {{"pool", c.pool},
+                    {"block_table", c.block_table},
+                    {"sink_k", c.sink_k},
+                    {"sink_v", c.sink_v},
+                    {"k_order", c.k_order}});
+}
+
 at::Tensor expand_mask(const at::Tensor& mask, const c10::SymInt& batch, const c10::SymInt& heads,
                        const c10::SymInt& rows, const c10::SymInt& keys) {
   const c10::SymInt target[4] = {batch, heads, rows, keys};

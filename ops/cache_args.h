@@ -79,6 +79,22 @@ void check_overflow(const at::Tensor& overflow, at::Device device);
 // What cache_copy_pages takes: int64 [N] both.
 void check_page_lists(const at::Tensor& pool, const at::Tensor& source, const at::Tensor& target);
 
+// An argument that may be absent.
+struct NamedTensor {
+  const char* name;
+  const at::Tensor* tensor;
+  NamedTensor(const char* n, const at::Tensor& t) : name(n), tensor(&t) {}
+  NamedTensor(const char* n, const std::optional<at::Tensor>& t) : name(n), tensor(t ? &*t : nullptr) {}
+};
+// What a call writes must not share memory with anything else that it is given: the result would depend on the order in
+// which threads come. Looks at addresses, so that views of one storage may be given side by side; a strided tensor
+// counts as all that lies between its first and its last element.
+void check_no_overlap(at::ArrayRef<NamedTensor> written, at::ArrayRef<NamedTensor> read);
+// The same for an append, a truncation.
+void check_append_overlap(const CacheTensors& cache, const at::Tensor& k, const at::Tensor& v,
+                          const std::optional<at::Tensor>& new_lengths, const std::optional<at::Tensor>& overflow);
+void check_truncate_overlap(const CacheTensors& cache);
+
 // Everything about an attention call that does not depend on values.
 void check_attention(const at::Tensor& q, const c10::SymInt& batch, const Format& format, at::Device device,
                      const CacheAttentionOptions& options);

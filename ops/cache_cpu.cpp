@@ -239,6 +239,7 @@ void cache_append_cpu(at::Tensor& pool, const at::Tensor& block_table, at::Tenso
   const c10::SymInt batch = check_cache(tensors, format);
   check_new_tokens(kAppendNames, k, v, new_lengths, batch, format, window_k.scalar_type(), pool.device());
   if (overflow) check_overflow(*overflow, pool.device());
+  check_append_overlap(tensors, k, v, new_lengths, overflow);
   const CacheView cache(tensors, format);
   std::vector<RowAppend> rows = plan_append(cache, k.size(2), new_lengths);
   // Named, so that a copy outlives the pointers into it.
@@ -347,6 +348,7 @@ void cache_truncate_cpu(const at::Tensor& pool, const at::Tensor& block_table, a
   const Format format = format_from_ints(format_ints);
   check_cache(tensors, format);
   check_not_negative("length", length);
+  check_truncate_overlap(tensors);
   const CacheView cache(tensors, format);
   const int64_t kept = std::max<int64_t>(length - format.sink_length, 0);  // counted from the end of the sink
   for (int64_t b = 0; b < cache.batch; b++) {
@@ -367,6 +369,7 @@ void cache_truncate_cpu(const at::Tensor& pool, const at::Tensor& block_table, a
 
 void cache_copy_pages_cpu(at::Tensor& pool, const at::Tensor& source, const at::Tensor& target) {
   check_page_lists(pool, source, target);
+  check_no_overlap({{"pool", pool}}, {{"source", source}, {"target", target}});
   const at::Tensor from = source.contiguous(), to = target.contiguous();
   const auto* s = from.const_data_ptr<int64_t>();
   const auto* t = to.const_data_ptr<int64_t>();

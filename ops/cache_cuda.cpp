@@ -45,6 +45,7 @@ void cache_append_cuda(at::Tensor& pool, const at::Tensor& block_table, at::Tens
   check_new_tokens({"k", "v", "new_lengths"}, k_arg, v_arg, new_lengths_arg, batch, format, window_k.scalar_type(),
                    pool.device());
   if (overflow) check_overflow(*overflow, pool.device());
+  check_append_overlap(cache, k_arg, v_arg, new_lengths_arg, overflow);
   const at::Tensor k = with_contiguous_channels(k_arg), v = with_contiguous_channels(v_arg);
   const at::Tensor new_lengths = new_lengths_arg ? new_lengths_arg->contiguous() : at::Tensor();
   cuda::AppendParams p{};
@@ -95,6 +96,7 @@ void cache_truncate_cuda(const at::Tensor& pool, const at::Tensor& block_table, 
   const Format format = format_from_ints(ints);
   check_cache(cache, format);
   check_not_negative("length", length);
+  check_truncate_overlap(cache);
   const cuda::CacheParams p = cache_params(cache, format);
   if (p.batch > 0) CudaCall::check(cuda::truncate(p, length, cuda.stream()), "cache_truncate");
 }
@@ -102,6 +104,7 @@ void cache_truncate_cuda(const at::Tensor& pool, const at::Tensor& block_table, 
 void cache_copy_pages_cuda(at::Tensor& pool, const at::Tensor& source, const at::Tensor& target) {
   const CudaCall cuda(pool);
   check_page_lists(pool, source, target);
+  check_no_overlap({{"pool", pool}}, {{"source", source}, {"target", target}});
   const at::Tensor from = source.contiguous(), to = target.contiguous();
   if (from.numel() == 0) return;
   CudaCall::check(

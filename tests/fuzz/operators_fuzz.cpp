@@ -89,8 +89,6 @@ class Arguments {
       t = in_.one_in(20) ? changed(in_, right) : in_.one_in(10) ? strided(in_, right) : right;
     } catch (const c10::Error&) {
     }
-    // torch's own fallback for negated views releases an argument once too often where that is one to write to.
-    if (mutated && t.defined() && t.is_neg()) t = right;
     if (!mutated && is_readable(t) && t.numel() < (1 << 20)) before_.emplace_back(t, t.detach().clone());
     return t;
   }

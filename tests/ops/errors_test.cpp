@@ -444,6 +444,105 @@ TEST(Errors, LengthsAndTablesThatLie) {
   expect_unchanged(t, before);
 }
 
+// What a call writes may lie beside its other arguments in one storage, and not in the same place.
+TEST(Errors, MemoryThatACallWritesIsItsOwn) {
+  const auto format = cache_format(kHeads, kDim, kDim, 2, 2, 16, 8, 4);
+  CacheTensors good = make_tensors(format, kBatch, 2);
+  const at::Tensor x = randn({kBatch, kHeads, kTokens, kDim}, 25);
+  cache_append(good, x, x, format);
+  const at::Tensor k = randn({kBatch, kHeads, 3, kDim}, 26);
+  const auto first = [](const at::Tensor& t, int64_t n) { return t.view(-1).narrow(0, 0, n); };
+  struct Call {
+    std::string name;
+    std::function<void(CacheTensors&)> call;
+    std::vector<std::string> words;
+  };
+  const std::vector<Call> calls = {
+      {"k of the window", [&](auto& t) { cache_append(t, t.window_k.narrow(2, 1, 3), k, format); }, {"k", "window_k"}},
+      {"v of the window", [&](auto& t) { cache_append(t, k, t.window_k.narrow(2, 0, 3), format); }, {"v", "window_k"}},
+      {"k of the sink",
+       [&](auto& t) { cache_append(t, t.sink_k.narrow(2, 3, 1), k.narrow(2, 0, 1), format); },
+       {"k", "sink_k"}},
+      {"expanded k of the window",
+       [&](auto& t) { cache_append(t, t.window_v.narrow(2, 0, 1).expand(k.sizes()), k, format); },
+       {"k", "window_v"}},
+      {"one window",
+       [&](auto& t) {
+         t.window_v = t.window_k;
+         cache_append(t, k, k, format);
+       },
+       {"window_v", "window_k"}},
+      {"one sink",
+       [&](auto& t) {
+         t.sink_v = t.sink_k;
+         cache_append(t, k, k, format);
+       },
+       {"sink_v", "sink_k"}},
+      {"one list of lengths",
+       [&](auto& t) {
+         t.lengths = t.quantized_lengths;
+         cache_append(t, k, k, format);
+       },
+       {"quantized_lengths", "lengths"}},
+      {"new lengths that are the lengths",
+       [&](auto& t) {
+         t.lengths.fill_(2), t.quantized_lengths.fill_(0);
+         cache_append(t, k, k, format, t.lengths);
+       },
+       {"new_lengths", "lengths"}},
+      {"overflow in the block table",
+       [&](auto& t) { cache_append(t, k, k, format, {}, first(t.block_table, 1)); },
+       {"block_table", "overflow"}},
+      {"block table in the pool",
+       [&](auto& t) {
+         t.block_table = first(t.pool, t.block_table.nbytes()).zero_().view(at::kInt).view(t.block_table.sizes());
+         cache_append(t, k, k, format);
+       },
+       {"block_table", "pool"}},
+      {"truncate with one window",
+       [&](auto& t) {
+         t.window_v = t.window_k;
+         cache_truncate(t, format, 30);
+       },
+       {"window_v", "window_k"}},
+      {"truncate with a sink in the window",
+       [&](auto& t) {
+         t.sink_k = first(t.window_k, t.sink_k.numel()).view(t.sink_k.sizes());
+         cache_truncate(t, format, 30);
+       },
+       {"sink_k", "window_k"}},
+      {"pages named in the pool",
+       [&](auto& t) { cache_copy_pages(t.pool, first(t.pool, 8).zero_().view(at::kLong), longs({1})); },
+       {"source", "pool"}},
+      {"pages to write named in the pool",
+       [&](auto& t) { cache_copy_pages(t.pool, longs({1}), first(t.pool, 8).zero_().view(at::kLong)); },
+       {"target", "pool"}},
+  };
+  for (const Call& c : calls) {
+    SCOPED_TRACE(c.name);
+    CacheTensors t = copy(good);
+    CacheTensors changed = t;  // shares what the call does not replace
+    expect_error([&] { c.call(changed); }, c.words);
+    // What a call fills in beforehand apart, all is as it was.
+    EXPECT_TRUE(same_bits(t.window_k, good.window_k));
+    EXPECT_TRUE(same_bits(t.window_v, good.window_v));
+    EXPECT_TRUE(same_bits(t.sink_k, good.sink_k));
+    EXPECT_TRUE(same_bits(t.block_table, good.block_table));
+  }
+  // Side by side in one storage, the rows of the new tokens between those of something else.
+  CacheTensors apart = copy(good), together = copy(good);
+  const at::Tensor both = at::empty({2, together.window_k.numel()}, together.window_k.options());
+  together.window_k = both[0].view_as(together.window_k).copy_(together.window_k);
+  together.window_v = both[1].view_as(together.window_v).copy_(together.window_v);
+  const at::Tensor qkv = randn({kBatch, 3, 3 * kHeads * kDim}, 27);
+  const auto part = [&](int64_t i) {
+    return qkv.narrow(2, i * kHeads * kDim, kHeads * kDim).view({kBatch, 3, kHeads, kDim}).transpose(1, 2);
+  };
+  cache_append(together, part(1), part(2), format);
+  cache_append(apart, part(1).clone(), part(2).clone(), format);
+  expect_unchanged(together, apart);
+}
+
 TEST(Errors, ArgumentsOfTheCacheOperators) {
   const CacheTensors t = filled();
   const CacheTensors before = copy(t);

@@ -193,6 +193,65 @@ TEST(Registry, ACallChangesExactlyWhatItsSchemaSays) {
   }
 }
 
+// A negated view stands for its values where it is read, and is refused by name where it would be written to: there
+// torch's own fallback reads a result that these operators do not have.
+TEST(Registry, NegatedViews) {
+  const auto samples = sample_calls();
+  int refused = 0;
+  for (const c10::OperatorHandle& op : kivi_operators()) {
+    const c10::FunctionSchema& schema = op.schema();
+    if (!takes_tensors(schema)) continue;
+    for (const Arguments& given : samples.at(op.operator_name().name)) {
+      // The stack of the call, with copies; argument `negated` as a negated view.
+      const auto stack_with = [&](const std::string& negated) {
+        std::vector<c10::IValue> stack;
+        for (const c10::Argument& a : schema.arguments()) {
+          const auto found = given.find(a.name());
+          c10::IValue value = found == given.end() ? *a.default_value() : found->second;
+          if (value.isTensor()) {
+            const at::Tensor t = value.toTensor();
+            value = a.name() == negated ? at::_neg_view(t.neg()) : t.clone();
+          }
+          stack.push_back(value);
+        }
+        return stack;
+      };
+      const auto tensors_of = [](const std::vector<c10::IValue>& stack) {
+        std::vector<at::Tensor> tensors;
+        for (const c10::IValue& value : stack) tensors.push_back(value.isTensor() ? value.toTensor() : at::Tensor());
+        return tensors;
+      };
+      std::vector<c10::IValue> plain = stack_with("");
+      const std::vector<at::Tensor> arguments = tensors_of(plain);
+      op.callBoxed(plain);
+      for (size_t i = 0; i < arguments.size(); i++) {
+        const c10::Argument& a = schema.arguments()[i];
+        if (!arguments[i].defined()) continue;
+        SCOPED_TRACE(op.operator_name().name + " with " + a.name());
+        std::vector<c10::IValue> stack = stack_with(a.name());
+        const std::vector<at::Tensor> now = tensors_of(stack);
+        std::vector<at::Tensor> before;
+        for (const at::Tensor& t : now) before.push_back(t.defined() ? t.clone() : t);
+        const bool is_written = a.alias_info() != nullptr && a.alias_info()->isWrite();
+        if (is_written) {
+          refused++;
+          expect_error([&] { op.callBoxed(stack); }, {op.operator_name().name, a.name(), "negated"});
+        } else {
+          op.callBoxed(stack);
+          ASSERT_EQ(stack.size(), plain.size());
+          for (size_t r = 0; r < stack.size(); r++) EXPECT_TRUE(same_bits(stack[r].toTensor(), plain[r].toTensor()));
+        }
+        for (size_t j = 0; j < now.size(); j++) {
+          if (!now[j].defined()) continue;
+          EXPECT_TRUE(same_bits(now[j], j == i || is_written ? before[j] : arguments[j]))
+              << schema.arguments()[j].name();
+        }
+      }
+    }
+  }
+  EXPECT_EQ(refused, 7 + 8 + 4 + 1);  // cache_append twice, once with overflow; cache_truncate; cache_copy_pages
+}
+
 // C20 a: whichever tensor requires a gradient, backward raises and names the operator, and the values stay the same.
 TEST(Registry, BackwardOfEveryOperatorRaisesAndNamesIt) {
   const auto samples = sample_calls();
