@@ -139,6 +139,8 @@ def mutants():
         m("ops/cache_args.cpp", "TORCH_CHECK_VALUE(o.softcap >= 0,", "TORCH_CHECK_VALUE(true,", "errors"),
         m("ops/cache_args.cpp", "fits = size == 1 || size == target[3 - i];", "fits = size <= target[3 - i];", "errors cases_attention"),
         m("ops/cache_args.cpp", "  check_size(names.v, v, 1, \"head count\", f.num_kv_heads, \"the cache has num_kv_heads\");\n", "", "errors"),
+        m("ops/cache_args.cpp", "first == last || first >= end || last <= begin", "first == last || first != begin", "errors"),
+        m("ops/lazy_views.cpp", "TORCH_CHECK_VALUE(!is_written,", "TORCH_CHECK_VALUE(true,", "operators"),
         m("ops/quantize_shapes.h", "TORCH_CHECK_VALUE(codes.sym_size(axis) == bytes,", "TORCH_CHECK_VALUE(codes.sym_size(axis) >= bytes,",
           "errors quantize cases_quantize"),
         m("ops/quantize_call.h", "p.scale_strides[i] = call.scale.tensor.stride(i);", "p.scale_strides[i] = call.zero.tensor.stride(i);",
