@@ -50,6 +50,8 @@ KIVI_API std::vector<int64_t> cache_format(int64_t num_kv_heads, int64_t head_di
 KIVI_API int64_t cache_page_bytes(at::IntArrayRef format);
 KIVI_API int64_t cache_window_capacity(at::IntArrayRef format);
 
+// The tensors of a cache. What a call writes must not share memory with anything else that it is given (ValueError;
+// views of one storage side by side are fine).
 struct CacheTensors {
   at::Tensor pool;               // uint8 [pages, page_bytes]
   at::Tensor block_table;        // int32 [B, max_pages]: the page of tokens [sink + 128 i, sink + 128 (i + 1)) of a row
