@@ -31,16 +31,22 @@ FileDescriptor::~FileDescriptor() {
   if (is_open()) close(number_);
 }
 
+void check_path(const std::string& path) {
+  TORCH_CHECK_VALUE(path.find('\0') == std::string::npos, "path \"", path.c_str(), "\" goes on after a NUL byte");
+}
+
 std::string system_reason(int error) { return std::generic_category().message(error); }
 
 AtomicFile::AtomicFile(const std::string& path) : path_(target_of(path)), partial_(path_ + ".partial") {
+  check_path(path);
   struct stat there = {};
   const bool replaces = stat(path_.c_str(), &there) == 0;
   if (replaces && !S_ISREG(there.st_mode)) fail("it is no regular file");
   // The lock makes sure that no one else writes into the file of this name. It may have been renamed by the one who
   // held the lock until now: then this is not the partial file any more, and must not be touched.
   for (bool is_partial = false; !is_partial;) {
-    FileDescriptor file(open(partial_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666));
+    // Neither a link to another file nor a pipe that someone has put there.
+    FileDescriptor file(open(partial_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666));
     if (!file.is_open()) fail(system_reason(errno));
     if (flock(file.number(), LOCK_EX | LOCK_NB) != 0) {
       fail(errno == EWOULDBLOCK ? "another call is writing it" : system_reason(errno));

@@ -25,6 +25,9 @@ class FileDescriptor {
   int number_;
 };
 
+// A path with a NUL byte would name another file: the system reads up to it.
+void check_path(const std::string& path);
+
 // What the system says about an error, errno.
 std::string system_reason(int error);
 

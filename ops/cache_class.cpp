@@ -70,6 +70,14 @@ at::Tensor prefill_attention(const at::Tensor& q, const at::Tensor& k, const at:
   return out.reshape({batch, kv_heads * group, rows, v.size(3)});
 }
 
+// A tensor that the class can take at all. Tensors of torch's fake mode claim to be on the CPU, and have no data.
+void check_tensor(const char* name, const at::Tensor& t) {
+  check_strided(name, t);
+  const bool has_data = !t.has_storage() || t.storage().data() != nullptr;
+  TORCH_CHECK_VALUE(has_data || t.sym_numel() == 0 || t.is_meta(), name,
+                    " has no data; a KVCache computes with values, and cannot be traced with fake tensors");
+}
+
 void check_supported_device(const char* name, const at::Tensor& t) {
   const at::Device device = t.device();
   TORCH_CHECK(device.is_cpu() || device.is_cuda(), name, " is on ", device, "; caches are on the CPU or on CUDA");
@@ -168,7 +176,7 @@ std::tuple<at::Tensor, at::Tensor> attend_storage(const Storage& s, const at::Te
                                                   const std::optional<at::Tensor>& k = std::nullopt,
                                                   const std::optional<at::Tensor>& v = std::nullopt,
                                                   const std::optional<at::Tensor>& lengths = std::nullopt) {
-  check_strided("q", q);
+  check_tensor("q", q);
   if (o.attn_mask) check_strided("attn_mask", *o.attn_mask);
   if (o.sinks) check_strided("sinks", *o.sinks);
   if (o.alibi_slopes) check_strided("alibi_slopes", *o.alibi_slopes);
@@ -181,6 +189,7 @@ std::tuple<at::Tensor, at::Tensor> attend_storage(const Storage& s, const at::Te
 // No key to see: the output is 0 and the log-sum-exp that of the sink logit, if there is one.
 std::tuple<at::Tensor, at::Tensor> attend_nothing(const Format& format, const std::string& precision,
                                                   const at::Tensor& q, const AttentionOptions& o) {
+  check_tensor("q", q);
   check_supported_device("q", q);
   check_floating("q", q);
   TORCH_CHECK_VALUE(q.dim() == 4, "q must be [B, Hq, Lq, D] (4 dimensions), got ", q.dim(), " dimensions of sizes ",
@@ -348,6 +357,9 @@ at::Tensor KVCache::forward(const at::Tensor& q, const at::Tensor& k, const at::
                             const AttentionOptions& options, const std::optional<at::Tensor>& lengths) {
   const Writing writing(*impl_);
   const Storage& s = impl_->storage;
+  check_tensor("q", q);
+  check_tensor("k", k);
+  check_tensor("v", v);
   if (const auto type = autocast_dtype(k)) {
     const auto stored = s.started ? s.tensors.window_k.scalar_type() : *type;
     return impl_->forward(cast_float(q, *type), cast_float(k, stored), cast_float(v, stored), options, lengths);
@@ -359,6 +371,9 @@ void KVCache::append(const at::Tensor& k, const at::Tensor& v, const std::option
                      const std::optional<at::Tensor>& q) {
   const Writing writing(*impl_);
   const Storage& s = impl_->storage;
+  check_tensor("k", k);
+  check_tensor("v", v);
+  if (q) check_tensor("q", *q);
   at::Tensor k_cast = k, v_cast = v;
   if (const auto type = autocast_dtype(k)) {
     const auto stored = s.started ? s.tensors.window_k.scalar_type() : *type;

@@ -89,7 +89,10 @@ class Writer {
 
 class Reader {
  public:
-  explicit Reader(std::string path) : path_(std::move(path)), file_(open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
+  // O_NONBLOCK: a pipe is to be refused, not to be waited for.
+  explicit Reader(std::string path)
+      : path_(std::move(path)), file_(open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
+    check_path(path_);
     TORCH_CHECK(file_.is_open(), "cannot read \"", path_, "\": ", system_reason(errno));
   }
 

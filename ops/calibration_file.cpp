@@ -216,6 +216,7 @@ void save_calibration(const std::string& path, const std::vector<LayerCalibratio
 }
 
 std::vector<CacheOptions> load_calibration(const std::string& path) {
+  check_path(path);
   std::ifstream in(path, std::ios::binary);
   std::ostringstream text;
   text << in.rdbuf();

@@ -15,27 +15,38 @@ inline bool is_supported_float(at::ScalarType type) {
   return type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
 }
 
+// The first check of every tensor: Python's None arrives as a tensor that is none.
+inline void check_defined(const char* name, const at::Tensor& t) {
+  TORCH_CHECK_TYPE(t.defined(), name, " must be a tensor, got none");
+}
+
 inline void check_floating(const char* name, const at::Tensor& t) {
+  check_defined(name, t);
   TORCH_CHECK_TYPE(is_supported_float(t.scalar_type()), name, " must be float32, float16 or bfloat16, got ",
                    t.scalar_type());
 }
 
 inline void check_dtype(const char* name, const at::Tensor& t, at::ScalarType type) {
+  check_defined(name, t);
   TORCH_CHECK_TYPE(t.scalar_type() == type, name, " must be ", type, ", got ", t.scalar_type());
 }
 
 inline void check_same_dtype(const char* name, const at::Tensor& t, const char* other, at::ScalarType type) {
+  check_defined(name, t);
   TORCH_CHECK_TYPE(t.scalar_type() == type, name, " is ", t.scalar_type(), ", but ", other, " is ", type);
 }
 
 inline void check_same_device(const char* name, const at::Tensor& t, const char* other, at::Device device) {
+  check_defined(name, t);
   TORCH_CHECK(t.device() == device, name, " is on ", t.device(), ", but ", other, " is on ", device);
 }
 
 // The operators have kernels for nothing else, but the class does much before the dispatcher would say so.
 inline void check_strided(const char* name, const at::Tensor& t) {
+  check_defined(name, t);
   TORCH_CHECK_TYPE(t.layout() == at::kStrided, name, " must be a dense tensor (layout Strided), got layout ",
                    t.layout());
+  TORCH_CHECK_TYPE(!t.is_nested(), name, " must be a dense tensor, got a nested one");
 }
 
 // Every tensor passes here. `shape` is printed, for example "[B, Hq, Lq, D]".

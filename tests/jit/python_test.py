@@ -17,6 +17,8 @@ except ImportError:
     print("skipped: this Python has no torch")
     sys.exit(77)
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 ops = torch.ops.kivi
 
 
@@ -100,6 +102,28 @@ class Class(unittest.TestCase):
                 self.assertTrue(torch.equal(a, b))
             other.truncate(10)
             self.assertEqual(c.length(), 70)
+        file.seek(0)
+        with torch.serialization.safe_globals([torch.ScriptObject]):
+            self.assertEqual(torch.load(file).length(), 70)
+
+    def test_what_is_no_tensor_with_values_is_named(self):
+        c = new_cache()
+        c.append(randn(1, 2, 30, 16), randn(1, 2, 30, 16, seed=1))
+        k = randn(1, 2, 1, 16)
+        for call in (lambda: c.append(None, k), lambda: c.forward(k, None, k), lambda: new_cache().append(None, k)):
+            with self.assertRaisesRegex(TypeError, "k must be a tensor"):
+                call()
+        for call in (lambda: c.attend(None), lambda: c.forward(None, k, k), lambda: new_cache().attend(None)):
+            with self.assertRaisesRegex(TypeError, "q must be a tensor"):
+                call()
+        with FakeTensorMode():
+            fake = torch.randn(1, 2, 1, 16)
+            for call in (lambda: c.append(fake, fake), lambda: new_cache().forward(fake, fake, fake), lambda: c.attend(fake)):
+                with self.assertRaisesRegex(ValueError, "has no data"):
+                    call()
+        with self.assertRaisesRegex(ValueError, "NUL"):
+            ops.save_caches([c], tempfile.gettempdir() + "/caches\0more")
+        self.assertEqual(c.length(), 30)
 
     def test_files_of_caches(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -230,6 +254,13 @@ class Operators(unittest.TestCase):
             for i, (args, kwargs) in enumerate(calls):
                 with self.subTest(name=name, call=i):
                     torch.library.opcheck(getattr(ops, name).default, args, kwargs)
+
+    def test_vmap(self):
+        x = randn(3, 4, 40)
+        for axis in (0, 1):
+            codes, scale, zero = torch.vmap(lambda y: ops.quantize(y, axis, bits=3, group_size=16))(x)
+            for mapped, whole in zip((codes, scale, zero), ops.quantize(x, axis + 1, bits=3, group_size=16)):
+                self.assertTrue(torch.equal(mapped, whole))
 
     def test_compile_with_changing_lengths(self):
         compiles = []

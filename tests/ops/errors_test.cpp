@@ -183,6 +183,11 @@ std::vector<Case> bad_calls(KVCache& cache, bool started) {
   add("v on meta", k, on_meta(v), {}, {"v", "meta"});
   add("both on meta", on_meta(k), on_meta(v), {}, {"k", "meta"});
   add("lengths on meta", k, v, on_meta(longs({1, 2})), {"lengths", "meta"});
+  add("no k", at::Tensor(), v, {}, {"k must be a tensor"});
+  add("no v", k, at::Tensor(), {}, {"v must be a tensor"});
+  const at::Tensor nested = at::_nested_tensor_from_tensor_list({k[0], k[1]});
+  add("nested k", nested, v, {}, {"k", "nested"});
+  add("nested v", k, nested, {}, {"v", "nested"});
   add("sparse k", k.to_sparse(), v, {}, {"k", "Strided", "Sparse"});
   add("sparse v", k, v.to_sparse(), {}, {"v", "Strided", "Sparse"});
   add("sparse lengths", k, v, longs({1, 2}).to_sparse(), {"lengths", "Strided", "Sparse"});
@@ -216,6 +221,8 @@ std::vector<Case> bad_calls(KVCache& cache, bool started) {
   for (auto type : {at::kDouble, at::kInt, at::kBool}) {
     add_attention("dtype of q", q.to(type), {}, {"q", toString(type)});
   }
+  add_attention("no q", at::Tensor(), {}, {"q must be a tensor"});
+  add_attention("nested q", at::_nested_tensor_from_tensor_list({q[0], q[1]}), {}, {"q", "nested"});
   add_attention("sparse q", q.to_sparse(), {}, {"q", "Strided", "Sparse"});
   add_attention("q on meta", on_meta(q), {}, {"q", "meta"});
   for (double bad : {std::nan(""), static_cast<double>(kInf)}) {
@@ -557,6 +564,8 @@ TEST(Errors, ArgumentsOfTheCacheOperators) {
   const at::Tensor big = at::full({kBatch, kHeads, 20, kDim}, 1e6).mul(at::arange(20, at::kFloat).view({1, 1, 20, 1}));
   const at::Tensor big_v = randn({kBatch, kHeads, 20, kValueDim}, 17);
   std::vector<Case> cases = {
+      {"no k", [&] { cache_append(t, at::Tensor(), v, format); }, {"k must be a tensor"}},
+      {"no q", [&] { cache_attention(at::Tensor(), t, format); }, {"q must be a tensor"}},
       {"k rank", [&] { cache_append(t, k[0], v, format); }, {"k", "3 dimensions"}},
       {"k dtype", [&] { cache_append(t, k.to(at::kHalf), v.to(at::kHalf), format); }, {"k", "Half", "Float"}},
       {"k on meta", [&] { cache_append(t, on_meta(k), v, format); }, {"k", "meta", "cpu"}},

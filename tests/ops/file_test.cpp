@@ -253,6 +253,9 @@ TEST_F(File, OtherFilesAreRefusedByName) {
   expect_refused(path(), {"KIVICACH"});
   expect_error([&] { load_caches(path("missing")); }, {"cannot read", path("missing"), "No such file"});
   expect_error([&] { load_caches(folder_.string()); }, {"cannot read", folder_.string(), "regular"});
+  ASSERT_EQ(mkfifo(path("pipe").c_str(), 0600), 0);  // which nobody writes to: reading it would wait for ever
+  expect_error([&] { load_caches(path("pipe")); }, {"cannot read", path("pipe"), "regular"});
+  expect_error([&] { load_caches(path() + '\0' + "more"); }, {"path", path(), "NUL"});
 }
 
 TEST_F(File, ErrorsOfWritingLeaveTheOldFile) {
@@ -267,6 +270,20 @@ TEST_F(File, ErrorsOfWritingLeaveTheOldFile) {
   unchanged();
   expect_error([&] { save_caches(caches, path("no/folder")); }, {"cannot write", path("no/folder"), "No such file"});
   expect_error([&] { save_caches(caches, folder_.string()); }, {"cannot write", folder_.string(), "regular"});
+  expect_error([&] { save_caches(caches, path() + '\0' + "more"); }, {"path", path(), "NUL"});
+  expect_error([&] { save_caches(caches, ""); }, {"cannot write \"\""});
+  unchanged();
+  // Something else where the partial file goes: a pipe that nobody reads, a link to another file.
+  const std::string partial = path() + ".partial";
+  ASSERT_EQ(mkfifo(partial.c_str(), 0600), 0);
+  expect_error([&] { save_caches(caches, path()); }, {"cannot write", path()});
+  fs::remove(partial);
+  write_file(path("other"), "precious");
+  fs::create_symlink(path("other"), partial);
+  expect_error([&] { save_caches(caches, path()); }, {"cannot write", path()});
+  EXPECT_EQ(read_file(path("other")), "precious");
+  fs::remove(partial);
+  fs::remove(path("other"));
   unchanged();
   // A full disk: no file may become longer than the first write.
   rlimit limit = {};
