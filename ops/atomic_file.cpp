@@ -41,19 +41,21 @@ AtomicFile::AtomicFile(const std::string& path) : path_(target_of(path)), partia
   check_path(path);
   struct stat there = {};
   const bool replaces = stat(path_.c_str(), &there) == 0;
+  if (!replaces && lstat(path_.c_str(), &there) == 0) fail("it is a link that leads nowhere");
   if (replaces && !S_ISREG(there.st_mode)) fail("it is no regular file");
   // The lock makes sure that no one else writes into the file of this name. It may have been renamed by the one who
   // held the lock until now: then this is not the partial file any more, and must not be touched.
   for (bool is_partial = false; !is_partial;) {
     // Neither a link to another file nor a pipe that someone has put there.
     FileDescriptor file(open(partial_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666));
-    if (!file.is_open()) fail(system_reason(errno));
+    if (!file.is_open()) fail(partial_ + ": " + system_reason(errno));
     if (flock(file.number(), LOCK_EX | LOCK_NB) != 0) {
       fail(errno == EWOULDBLOCK ? "another call is writing it" : system_reason(errno));
     }
     struct stat opened = {}, named = {};
     is_partial =
         fstat(file.number(), &opened) == 0 && stat(partial_.c_str(), &named) == 0 && opened.st_ino == named.st_ino;
+    if (is_partial && opened.st_nlink != 1) fail(partial_ + " is another file, too");
     if (is_partial) file_ = std::move(file);
   }
   if (ftruncate(file_.number(), 0) != 0) fail(system_reason(errno));

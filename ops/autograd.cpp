@@ -5,12 +5,20 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include "kivi/ops.h"
+#include "ops/checks.h"
 #include "ops/registration.h"
 
 namespace kivi {
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
+
+// What is written counts as changed, for the graphs that have saved it. Tensors of inference mode have no such count.
+void count_changes(std::initializer_list<at::Tensor> written) {
+  for (const at::Tensor& t : written) {
+    if (t.defined() && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+  }
+}
 
 void cache_append_autograd(at::Tensor& pool, const at::Tensor& block_table, at::Tensor& lengths,
                            at::Tensor& quantized_lengths, at::Tensor& sink_k, at::Tensor& sink_v, at::Tensor& window_k,
@@ -20,6 +28,8 @@ void cache_append_autograd(at::Tensor& pool, const at::Tensor& block_table, at::
   cache_append({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v,
                 k_order.value_or(at::Tensor())},
                k, v, format, new_lengths, overflow);
+  count_changes(
+      {pool, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v, overflow.value_or(at::Tensor())});
 }
 
 void cache_truncate_autograd(const at::Tensor& pool, const at::Tensor& block_table, at::Tensor& lengths,
@@ -30,11 +40,18 @@ void cache_truncate_autograd(const at::Tensor& pool, const at::Tensor& block_tab
   cache_truncate({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v,
                   k_order.value_or(at::Tensor())},
                  format, length);
+  count_changes({lengths, quantized_lengths, window_k, window_v});
 }
 
 void cache_copy_pages_autograd(at::Tensor& pool, const at::Tensor& source, const at::Tensor& target) {
   const at::AutoDispatchBelowADInplaceOrView below;
   cache_copy_pages(pool, source, target);
+  count_changes({pool});
+}
+
+// As autocast would: numbers that the operators take no other way stay what they are, to be refused.
+at::Tensor cast_float(const at::Tensor& t, at::ScalarType type) {
+  return t.defined() && is_supported_float(t.scalar_type()) ? t.to(type) : t;
 }
 
 template <c10::DispatchKey key>
@@ -46,7 +63,7 @@ void cache_append_autocast(at::Tensor& pool, const at::Tensor& block_table, at::
   const at::ScalarType type = window_k.scalar_type();
   cache_append({pool, block_table, lengths, quantized_lengths, sink_k, sink_v, window_k, window_v,
                 k_order.value_or(at::Tensor())},
-               k.to(type), v.to(type), format, new_lengths, overflow);
+               cast_float(k, type), cast_float(v, type), format, new_lengths, overflow);
 }
 
 template <c10::DispatchKey key>
@@ -59,7 +76,7 @@ std::tuple<at::Tensor, at::Tensor> cache_attention_autocast(
     std::string_view precision, const std::optional<at::Tensor>& k_order) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
   const at::ScalarType type = window_k.scalar_type();
-  const auto cast = [type](const OptionalTensor& t) { return t ? OptionalTensor(t->to(type)) : t; };
+  const auto cast = [type](const OptionalTensor& t) { return t ? OptionalTensor(cast_float(*t, type)) : t; };
   CacheAttentionOptions options;
   options.attn_mask = attn_mask;
   options.is_causal = is_causal;

@@ -70,14 +70,6 @@ at::Tensor prefill_attention(const at::Tensor& q, const at::Tensor& k, const at:
   return out.reshape({batch, kv_heads * group, rows, v.size(3)});
 }
 
-// A tensor that the class can take at all. Tensors of torch's fake mode claim to be on the CPU, and have no data.
-void check_tensor(const char* name, const at::Tensor& t) {
-  check_strided(name, t);
-  const bool has_data = !t.has_storage() || t.storage().data() != nullptr;
-  TORCH_CHECK_VALUE(has_data || t.sym_numel() == 0 || t.is_meta(), name,
-                    " has no data; a KVCache computes with values, and cannot be traced with fake tensors");
-}
-
 void check_supported_device(const char* name, const at::Tensor& t) {
   const at::Device device = t.device();
   TORCH_CHECK(device.is_cpu() || device.is_cuda(), name, " is on ", device, "; caches are on the CPU or on CUDA");
@@ -119,13 +111,14 @@ void append_tokens(Storage& s, const at::Tensor& k, const at::Tensor& v, const s
   const at::NoGradGuard no_grad;
   const bool waits = !s.host_table.defined() || (quantizes && k.size(2) > 1 && may_overflow(s.format, k.scalar_type()));
   if (!waits) return cache_append(s.tensors, k, v, s.format_ints, lengths);
+  const bool on_host = s.overflow.device().is_cpu();
+  // Before each use: a call that was interrupted may have left it set.
+  on_host ? void(*s.overflow.mutable_data_ptr<int32_t>() = 0) : void(s.overflow.zero_());
   cache_append(s.tensors, k, v, s.format_ints, lengths, s.overflow);
-  const bool overflow =
-      s.overflow.device().is_cpu() ? *s.overflow.const_data_ptr<int32_t>() != 0 : s.overflow.item<int32_t>() != 0;
+  const bool overflow = on_host ? *s.overflow.const_data_ptr<int32_t>() != 0 : s.overflow.item<int32_t>() != 0;
   if (!overflow) return;
   // A group left the range of the scales: from now on they are stored as float32. Nothing was appended yet, and until
   // it is nothing is changed.
-  s.overflow.zero_();
   Format wide = s.format;
   wide.scale_type = widened(wide.scale_type);
   std::vector<int64_t> wide_ints = format_to_ints(wide);
@@ -177,9 +170,9 @@ std::tuple<at::Tensor, at::Tensor> attend_storage(const Storage& s, const at::Te
                                                   const std::optional<at::Tensor>& v = std::nullopt,
                                                   const std::optional<at::Tensor>& lengths = std::nullopt) {
   check_tensor("q", q);
-  if (o.attn_mask) check_strided("attn_mask", *o.attn_mask);
-  if (o.sinks) check_strided("sinks", *o.sinks);
-  if (o.alibi_slopes) check_strided("alibi_slopes", *o.alibi_slopes);
+  if (o.attn_mask) check_tensor("attn_mask", *o.attn_mask);
+  if (o.sinks) check_tensor("sinks", *o.sinks);
+  if (o.alibi_slopes) check_tensor("alibi_slopes", *o.alibi_slopes);
   if (o.attn_mask && !lengths && s.host_table.defined() && q.dim() == 4 && !captures(s, q)) {
     expand_mask(*o.attn_mask, s.batch, q.size(1), q.size(2), s.longest() + (k ? k->size(2) : 0));
   }
@@ -282,6 +275,7 @@ void KVCache::Impl::truncate(int64_t n) {
 
 // The batch becomes the rows named. Pages are shared, the exact part is copied.
 void KVCache::Impl::select(const char* name, const at::Tensor& rows_arg) {
+  check_tensor(name, rows_arg);
   check_dtype(name, rows_arg, at::kLong);
   check_rank(name, rows_arg, 1, "[N]");
   check_supported_device(name, rows_arg);
@@ -360,6 +354,7 @@ at::Tensor KVCache::forward(const at::Tensor& q, const at::Tensor& k, const at::
   check_tensor("q", q);
   check_tensor("k", k);
   check_tensor("v", v);
+  if (lengths) check_tensor("lengths", *lengths);
   if (const auto type = autocast_dtype(k)) {
     const auto stored = s.started ? s.tensors.window_k.scalar_type() : *type;
     return impl_->forward(cast_float(q, *type), cast_float(k, stored), cast_float(v, stored), options, lengths);
@@ -374,6 +369,7 @@ void KVCache::append(const at::Tensor& k, const at::Tensor& v, const std::option
   check_tensor("k", k);
   check_tensor("v", v);
   if (q) check_tensor("q", *q);
+  if (lengths) check_tensor("lengths", *lengths);
   at::Tensor k_cast = k, v_cast = v;
   if (const auto type = autocast_dtype(k)) {
     const auto stored = s.started ? s.tensors.window_k.scalar_type() : *type;
@@ -391,14 +387,15 @@ void KVCache::append(const at::Tensor& k, const at::Tensor& v, const std::option
 }
 
 at::Tensor KVCache::attend(const at::Tensor& q, const AttentionOptions& options) const {
-  const Reading reading(*impl_);
-  return std::get<0>(impl_->attend(q, options));
+  return std::get<0>(attend_with_lse(q, options));
 }
 
 std::tuple<at::Tensor, at::Tensor> KVCache::attend_with_lse(const at::Tensor& q,
                                                             const AttentionOptions& options) const {
   const Reading reading(*impl_);
-  return impl_->attend(q, options);
+  check_tensor("q", q);
+  const auto type = autocast_dtype(q);
+  return impl_->attend(type ? cast_float(q, *type) : q, options);
 }
 
 int64_t KVCache::length() const {
@@ -475,6 +472,7 @@ void KVCache::set_key_order(const at::Tensor& order) {
   const Writing writing(*impl_);
   const Format& f = impl_->format;
   TORCH_CHECK(f.num_key_classes > 0, "set_key_order needs a cache with classes of key channels (k_classes)");
+  check_tensor("order", order);
   check_dtype("order", order, at::kLong);
   check_rank("order", order, 2, "[Hkv, D]");
   check_size("order", order, 0, "head count", f.num_kv_heads, "the cache has num_kv_heads");
@@ -492,6 +490,7 @@ void KVCache::truncate(int64_t n) {
 
 void KVCache::reorder(const at::Tensor& rows) {
   const Writing writing(*impl_);
+  check_tensor("rows", rows);
   TORCH_CHECK_VALUE(rows.dim() == 1 && rows.size(0) == impl_->storage.batch,
                     "rows must be [B] with B = ", impl_->storage.batch, ", got sizes ", rows.sizes());
   impl_->select("rows", rows);

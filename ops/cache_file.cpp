@@ -14,6 +14,7 @@
 
 #include "kivi/cache.h"
 #include "ops/atomic_file.h"
+#include "ops/cache_storage.h"
 #include "ops/checksum.h"
 #include "ops/registration.h"
 
@@ -200,12 +201,14 @@ class Reader {
 
 void save_caches(const std::vector<Cache>& caches, const std::string& path) {
   for (size_t i = 0; i < caches.size(); i++) TORCH_CHECK(caches[i], "caches[", i, "] is no cache");
+  const NoModes no_modes;
   Writer writer(path);
   for (const Cache& cache : caches) writer.add(cache->state());
   writer.commit(caches.size());
 }
 
 std::vector<Cache> load_caches(const std::string& path) {
+  const NoModes no_modes;
   Reader reader(path);
   const Word count = reader.open_checked();
   std::vector<Cache> caches;

@@ -204,11 +204,17 @@ KVCache::State KVCache::state() const {
 }
 
 c10::intrusive_ptr<KVCache> KVCache::from_state(const State& state) {
-  const auto& [header, ints, tensors] = state;
+  const NoModes no_modes;
+  const auto& [header, ints, given] = state;
   TORCH_CHECK_VALUE(header == kStateHeader, "saved KVCache: the header is \"", header, "\", expected \"", kStateHeader,
                     "\"");
   TORCH_CHECK_VALUE(!ints.empty() && ints[0] == kStateVersion, "saved KVCache: the version is ",
                     ints.empty() ? 0 : ints[0], ", but this library reads version ", kStateVersion);
+  std::vector<at::Tensor> tensors;
+  for (const at::Tensor& t : given) {
+    check_tensor("saved KVCache: a tensor", t);
+    tensors.push_back(t.resolve_neg());
+  }
   TORCH_CHECK_VALUE(ints.size() >= kFixedInts, "saved KVCache: ", ints.size(), " integers, expected at least ",
                     kFixedInts);
   TORCH_CHECK_VALUE(ints[1] == 0 || ints[1] == 1, "saved KVCache: precision is ", ints[1], ", expected 0 or 1");

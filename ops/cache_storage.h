@@ -27,6 +27,17 @@ struct PlainTensors {
   at::NoGradGuard no_grad;
 };
 
+// The class computes with real tensors, whatever modes are active (fake tensors, functorch, functionalisation, dispatch
+// modes): the wrappers that they make would stay in the cache. So its own calls are not seen by such modes.
+struct NoModes {
+  c10::impl::ExcludeDispatchKeyGuard none{c10::DispatchKeySet(
+      {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::PythonDispatcher,
+       c10::DispatchKey::PreDispatch, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
+       c10::DispatchKey::FuncTorchBatchedDecomposition, c10::DispatchKey::FuncTorchVmapMode,
+       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+       c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
+};
+
 // Everything that changes. A copy shares the tensors.
 struct CacheStorage {
   bool started = false;
@@ -144,6 +155,7 @@ class Writing {
   }
 
  private:
+  NoModes no_modes_;
   std::unique_lock<std::shared_mutex> alone_;
 };
 
@@ -159,6 +171,7 @@ class Reading {
   }
 
  private:
+  NoModes no_modes_;
   std::shared_lock<std::shared_mutex> shared_;
   std::unique_lock<std::shared_mutex> alone_;
 };

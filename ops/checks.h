@@ -49,6 +49,15 @@ inline void check_strided(const char* name, const at::Tensor& t) {
   TORCH_CHECK_TYPE(!t.is_nested(), name, " must be a dense tensor, got a nested one");
 }
 
+// A tensor that the class can take at all: it computes with values. Fake tensors claim to be on the CPU and have none;
+// those of functorch and other wrappers keep them somewhere else.
+inline void check_tensor(const char* name, const at::Tensor& t) {
+  check_strided(name, t);
+  const bool has_data = t.has_storage() && t.storage().data() != nullptr;
+  TORCH_CHECK_VALUE(has_data || t.is_meta() || t.sym_numel() == 0, name,
+                    " has no data of its own: a KVCache takes neither fake tensors nor wrappers of tensors");
+}
+
 // Every tensor passes here. `shape` is printed, for example "[B, Hq, Lq, D]".
 inline void check_rank(const char* name, const at::Tensor& t, int64_t rank, const char* shape) {
   check_strided(name, t);

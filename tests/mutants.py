@@ -173,7 +173,7 @@ def mutants():
           allowed="the operator checks them again, with the same words"),
         m("ops/cache_class.cpp", " && o.softcap == 0 && o.window == 0;", " && o.softcap == 0;", "attention_options cache cases_attention"),
         m("ops/cache_class.cpp", "  if (!o.is_causal || v.size(2) == 1) return true;\n", "  return true;\n", "cases_attention attention cache"),
-        m("ops/cache_class.cpp", "  s.overflow.zero_();\n", "", "cache recipes"),
+        m("ops/cache_class.cpp", "*s.overflow.mutable_data_ptr<int32_t>() = 0", "0", "cache recipes"),
         m("ops/cache_class.cpp", "  TORCH_CHECK_VALUE(q.size(2) == k.size(2), \"q has \"", "  TORCH_CHECK_VALUE(true, \"q has \"", "errors cache"),
         m("ops/cache_class.cpp", "    drop_unused_pages(s, b);\n", "", "cache_rows memory histories"),
         m("ops/cache_class.cpp", "std::max(quantized[b], quantized_count(s.format, lengths[b]))", "quantized_count(s.format, lengths[b])",

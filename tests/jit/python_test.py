@@ -2,6 +2,7 @@
 with tokens of changing number, scripting, pickling. Run as: python python_test.py path/to/libkivi.so
 """
 
+import contextlib
 import copy
 import io
 import json
@@ -18,6 +19,7 @@ except ImportError:
     sys.exit(77)
 
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ops = torch.ops.kivi
 
@@ -119,11 +121,53 @@ class Class(unittest.TestCase):
         with FakeTensorMode():
             fake = torch.randn(1, 2, 1, 16)
             for call in (lambda: c.append(fake, fake), lambda: new_cache().forward(fake, fake, fake), lambda: c.attend(fake)):
-                with self.assertRaisesRegex(ValueError, "has no data"):
+                with self.assertRaisesRegex(ValueError, "has no data of its own"):
                     call()
         with self.assertRaisesRegex(ValueError, "NUL"):
             ops.save_caches([c], tempfile.gettempdir() + "/caches\0more")
         self.assertEqual(c.length(), 30)
+
+    def test_modes_of_torch_do_not_reach_into_a_cache(self):
+        def under(mode):
+            if mode == "grad":
+                return lambda f: torch.func.grad(lambda x: (f(), x.sum())[1])(torch.zeros(3))
+            if mode == "functionalize":
+                return lambda f: torch.func.functionalize(lambda x: (f(), x + 1)[1])(torch.zeros(3))
+            if mode == "vmap":
+                return lambda f: torch.vmap(lambda x: (f(), x + 1)[1])(torch.zeros(3))
+
+            def call(f):
+                with mode() if mode else contextlib.nullcontext():
+                    f()
+            return call
+
+        class Fails(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                if function.namespace == "kivi":  # save_caches, load_caches as such
+                    return function(*args, **(kwargs or {}))
+                raise RuntimeError(f"{function} is not to be seen")
+
+        k, v = randn(2, 2, 300, 16), randn(2, 2, 300, 16, seed=1)
+        q, rows = randn(2, 4, 1, 16, seed=2), torch.tensor([1, 0])
+        short_k, short_v, one_k, one_v, large = k[:, :, :5].clone(), v[:, :, :5].clone(), k[:, :, :1].clone(), v[:, :, :1].clone(), k * 1e7
+
+        def history(run, options):
+            c, out = new_cache(**options), []
+            for step in (lambda: c.append(short_k, short_v), lambda: c.reserve(1000), lambda: c.append(k, v),
+                         lambda: out.append(c.forward(q, one_k, one_v)), lambda: out.append(c.attend(q)), lambda: c.reorder(rows),
+                         lambda: c.append(large, v), lambda: c.truncate(150), lambda: out.extend(c.dequantize()),
+                         lambda: out.append(c.lengths()), lambda: out.append(copy.deepcopy(c).attend(q)),
+                         lambda: ops.save_caches([c], path), lambda: out.extend(ops.load_caches(path)[0].dequantize())):
+                run(step)
+            return [t.clone() for t in out + [c.attend(q), *c.dequantize()]]
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "caches")
+            for options in ({}, {"recipe": "balanced"}):
+                want = history(under(None), options)
+                for mode in ("grad", "functionalize", "vmap", FakeTensorMode, lambda: FakeTensorMode(allow_non_fake_inputs=True), Fails):
+                    for got, expected in zip(history(under(mode), options), want):
+                        self.assertTrue(torch.equal(got, expected), mode)
 
     def test_files_of_caches(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -254,6 +298,39 @@ class Operators(unittest.TestCase):
             for i, (args, kwargs) in enumerate(calls):
                 with self.subTest(name=name, call=i):
                     torch.library.opcheck(getattr(ops, name).default, args, kwargs)
+
+    def test_what_is_written_counts_as_changed(self):
+        cache = filled()
+        k = randn(2, 2, 20, 16, seed=3)
+        weight = torch.ones_like(cache[6], requires_grad=True)
+        loss = (cache[6] * weight).sum()  # needs the window of now for the gradient
+        before = [t._version for t in cache]
+        ops.cache_append(*cache, k, k, FORMAT)
+        self.assertEqual([t._version > n for t, n in zip(cache, before)], [True, False] + [True] * 6)
+        with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+            loss.backward()
+        before = [t._version for t in cache]
+        ops.cache_truncate(*cache, FORMAT, 30)
+        self.assertEqual([t._version > n for t, n in zip(cache, before)], [False] * 2 + [True] * 2 + [False] * 2 + [True] * 2)
+        before = cache[0]._version
+        ops.cache_copy_pages(cache[0], torch.tensor([0]), torch.tensor([1]))
+        self.assertGreater(cache[0]._version, before)
+
+    def test_autocast(self):
+        c, cache = new_cache(), filled()
+        c.append(randn(2, 2, 60, 16), randn(2, 2, 60, 16, seed=1))
+        q = randn(2, 4, 1, 16, seed=2)
+        want = c.attend(q.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            self.assertTrue(torch.equal(c.attend(q), want))
+            self.assertTrue(torch.equal(c.attend_with_lse(q)[0], want))
+            for dtype in (torch.complex64, torch.float64, torch.int64, torch.bool):
+                x = torch.ones(2, 2, 3, 16, dtype=dtype)
+                with self.assertRaisesRegex(TypeError, "k must be"):
+                    ops.cache_append(*cache, x, x, FORMAT)
+                with self.assertRaisesRegex(TypeError, "k must be"):
+                    ops.cache_attention(randn(2, 4, 3, 16), *cache, FORMAT, x, x)
+        self.assertEqual(cache[2].tolist(), [60, 60])
 
     def test_vmap(self):
         x = randn(3, 4, 40)

@@ -281,8 +281,15 @@ TEST_F(File, ErrorsOfWritingLeaveTheOldFile) {
   write_file(path("other"), "precious");
   fs::create_symlink(path("other"), partial);
   expect_error([&] { save_caches(caches, path()); }, {"cannot write", path()});
+  fs::remove(partial);
+  fs::create_hard_link(path("other"), partial);
+  expect_error([&] { save_caches(caches, path()); }, {"cannot write", path(), partial, "another file"});
   EXPECT_EQ(read_file(path("other")), "precious");
   fs::remove(partial);
+  fs::create_symlink(path("missing"), path("link"));
+  expect_error([&] { save_caches(caches, path("link")); }, {"cannot write", path("link"), "nowhere"});
+  EXPECT_TRUE(fs::is_symlink(path("link")));
+  fs::remove(path("link"));
   fs::remove(path("other"));
   unchanged();
   // A full disk: no file may become longer than the first write.
