@@ -224,15 +224,17 @@ std::pair<const char*, const char*> memory_of(const at::Tensor* t) {
 }  // namespace
 
 void check_no_overlap(at::ArrayRef<NamedTensor> written, at::ArrayRef<NamedTensor> read) {
+  const auto argument = [&](size_t i) { return i < written.size() ? written[i] : read[i - written.size()]; };
+  c10::SmallVector<std::pair<const char*, const char*>, 16> memory;
+  for (size_t i = 0; i < written.size() + read.size(); i++) memory.push_back(memory_of(argument(i).tensor));
   for (size_t i = 0; i < written.size(); i++) {
-    const auto [begin, end] = memory_of(written[i].tensor);
+    const auto [begin, end] = memory[i];
     if (begin == end) continue;
-    for (size_t j = i + 1; j < written.size() + read.size(); j++) {
-      const NamedTensor& other = j < written.size() ? written[j] : read[j - written.size()];
-      const auto [first, last] = memory_of(other.tensor);
-      TORCH_CHECK_VALUE(first == last || first >= end || last <= begin, other.name, " shares memory with ",
-                        written[i].name, ", which the call writes: sizes ", other.tensor->sizes(), " and ",
-                        written[i].tensor->sizes());
+    for (size_t j = i + 1; j < memory.size(); j++) {
+      const auto [first, last] = memory[j];
+      TORCH_CHECK_VALUE(first == last || first >= end || last <= begin, argument(j).name, " shares memory with ",
+                        argument(i).name, ", which the call writes: sizes ", argument(j).tensor->sizes(), " and ",
+                        argument(i).tensor->sizes());
     }
   }
 }
