@@ -169,7 +169,6 @@ std::tuple<at::Tensor, at::Tensor> attend_storage(const Storage& s, const at::Te
                                                   const std::optional<at::Tensor>& k = std::nullopt,
                                                   const std::optional<at::Tensor>& v = std::nullopt,
                                                   const std::optional<at::Tensor>& lengths = std::nullopt) {
-  check_tensor("q", q);
   if (o.attn_mask) check_tensor("attn_mask", *o.attn_mask);
   if (o.sinks) check_tensor("sinks", *o.sinks);
   if (o.alibi_slopes) check_tensor("alibi_slopes", *o.alibi_slopes);
@@ -182,7 +181,6 @@ std::tuple<at::Tensor, at::Tensor> attend_storage(const Storage& s, const at::Te
 // No key to see: the output is 0 and the log-sum-exp that of the sink logit, if there is one.
 std::tuple<at::Tensor, at::Tensor> attend_nothing(const Format& format, const std::string& precision,
                                                   const at::Tensor& q, const AttentionOptions& o) {
-  check_tensor("q", q);
   check_supported_device("q", q);
   check_floating("q", q);
   TORCH_CHECK_VALUE(q.dim() == 4, "q must be [B, Hq, Lq, D] (4 dimensions), got ", q.dim(), " dimensions of sizes ",

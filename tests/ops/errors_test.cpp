@@ -464,6 +464,12 @@ TEST(Errors, MemoryThatACallWritesIsItsOwn) {
     std::function<void(CacheTensors&)> call;
     std::vector<std::string> words;
   };
+  const auto append_after = [&](auto change) {
+    return [&, change](CacheTensors& t) {
+      change(t);
+      cache_append(t, k, k, format);
+    };
+  };
   const std::vector<Call> calls = {
       {"k of the window", [&](auto& t) { cache_append(t, t.window_k.narrow(2, 1, 3), k, format); }, {"k", "window_k"}},
       {"v of the window", [&](auto& t) { cache_append(t, k, t.window_k.narrow(2, 0, 3), format); }, {"v", "window_k"}},
@@ -473,23 +479,10 @@ TEST(Errors, MemoryThatACallWritesIsItsOwn) {
       {"expanded k of the window",
        [&](auto& t) { cache_append(t, t.window_v.narrow(2, 0, 1).expand(k.sizes()), k, format); },
        {"k", "window_v"}},
-      {"one window",
-       [&](auto& t) {
-         t.window_v = t.window_k;
-         cache_append(t, k, k, format);
-       },
-       {"window_v", "window_k"}},
-      {"one sink",
-       [&](auto& t) {
-         t.sink_v = t.sink_k;
-         cache_append(t, k, k, format);
-       },
-       {"sink_v", "sink_k"}},
+      {"one window", append_after([](auto& t) { t.window_v = t.window_k; }), {"window_v", "window_k"}},
+      {"one sink", append_after([](auto& t) { t.sink_v = t.sink_k; }), {"sink_v", "sink_k"}},
       {"one list of lengths",
-       [&](auto& t) {
-         t.lengths = t.quantized_lengths;
-         cache_append(t, k, k, format);
-       },
+       append_after([](auto& t) { t.lengths = t.quantized_lengths; }),
        {"quantized_lengths", "lengths"}},
       {"new lengths that are the lengths",
        [&](auto& t) {
